@@ -1,0 +1,79 @@
+"""The driver protocol: seven verbs with the semantics of CUDA's virtual memory management.
+
+``host`` (memfd + mmap) and ``cuda`` (cuMemCreate, cuMemMap, …) speak it alike, so that the
+allocator above them is the same code. Rules, enforced by both:
+
+- sizes and addresses are multiples of ``granularity``;
+- a page (handle) is mapped whole, and only onto unmapped addresses;
+- a mapping cannot be touched before ``allow``;
+- ``unmap`` covers whole mappings; everything is unmapped before the range is freed;
+- a page's memory returns when its handle is released *and* its last mapping is gone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DriverError(RuntimeError):
+    """The driver refused a call: a broken rule, or a limit of the system.
+
+    The message names the call and the remedy. Being out of physical memory is
+    ``OutOfMemory`` instead, since it is a refusal that may pass.
+    """
+
+
+class Driver(Protocol):
+    """Address ranges, physical pages, and mappings between them. Addresses and sizes in bytes."""
+
+    @property
+    def granularity(self) -> int:
+        """Every size and address is a multiple of this."""
+        ...
+
+    def reserve(self, num_bytes: int) -> int:
+        """Reserve an address range; returns its address. No memory is taken."""
+        ...
+
+    def free(self, address: int, num_bytes: int) -> None:
+        """Give an address range back, exactly as it was reserved, with nothing mapped in it."""
+        ...
+
+    def create(self, num_bytes: int) -> int:
+        """Take a page of physical memory; returns its handle. ``OutOfMemory`` if there is none."""
+        ...
+
+    def release(self, handle: int) -> None:
+        """Drop a handle; the memory returns with the last mapping."""
+        ...
+
+    def map(self, address: int, num_bytes: int, handle: int) -> None:
+        """Map a whole page at an unmapped address. Grants no access."""
+        ...
+
+    def allow(self, address: int, num_bytes: int) -> None:
+        """Make a run of adjacent mappings readable and writable: one call per run."""
+        ...
+
+    def unmap(self, address: int, num_bytes: int) -> None:
+        """Remove whole mappings from a run of addresses; touching them faults again."""
+        ...
+
+    def tensor(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor over reserved addresses, mapped or not; the caller keeps them."""
+        ...
+
+    def fence(self) -> object:
+        """Mark the work queued on the device so far; see ``wait``."""
+        ...
+
+    def wait(self, fence: object) -> None:
+        """Return when the work marked by ``fence`` has completed."""
+        ...
+
+    def close(self) -> None:
+        """Return everything that is still held. Closing twice is harmless."""
+        ...
