@@ -1,0 +1,116 @@
+"""The live sequences of an allocator, numbered by rows of arrays, and the checks they share.
+
+A name may be any hashable value; the arrays of an allocator are indexed by row, so that the
+common step of a batch touches no Python object per sequence beyond one dictionary lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import index
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .contract import NeverFits, Seq
+
+Rows = NDArray[np.intp]
+Ints = NDArray[np.int64]
+
+
+class SequenceTable:
+    """Names of live sequences and their rows. Freed rows are reused last in, first out."""
+
+    def __init__(self) -> None:
+        self._row_of: dict[Seq, int] = {}
+        self._free_rows: list[int] = []
+        self.num_rows = 0
+        """Rows ever used: arrays need at least this many entries."""
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def __contains__(self, seq: object) -> bool:
+        return seq in self._row_of
+
+    def __iter__(self) -> Iterator[Seq]:
+        return iter(self._row_of)
+
+    def items(self) -> Iterator[tuple[Seq, int]]:
+        """Live sequences with their rows, in order of admission."""
+        return iter(self._row_of.items())
+
+    def add(self, seq: Seq, row: int | None = None) -> int:
+        """Give a sequence the named row, or a free one; returns it."""
+        if row is None:
+            row = self._free_rows.pop() if self._free_rows else self.num_rows
+        self.num_rows = max(self.num_rows, row + 1)
+        self._row_of[seq] = row
+        return row
+
+    def remove(self, seq: Seq, *, recycle: bool = True) -> int:
+        """Forget a sequence; returns its row, which ``add`` may hand out again."""
+        row = self.row(seq)
+        del self._row_of[seq]
+        if recycle:
+            self._free_rows.append(row)
+        return row
+
+    def row(self, seq: Seq) -> int:
+        """Row of a live sequence."""
+        try:
+            return self._row_of[seq]
+        except KeyError:
+            raise unknown(seq) from None
+
+    def rows(self, seqs: Sequence[Seq]) -> Rows:
+        """Rows of distinct live sequences."""
+        row_of = self._row_of
+        try:
+            rows = np.array([row_of[seq] for seq in seqs], np.intp)
+        except KeyError as error:
+            raise unknown(error.args[0]) from None
+        if len(set(seqs)) != len(rows):
+            raise ValueError("a sequence appears twice in one batch; name each once")
+        return rows
+
+    def require_new(self, seq: Seq) -> None:
+        """Refuse a name that a live sequence has."""
+        if seq in self._row_of:
+            raise ValueError(f"sequence {seq!r} is live already; release it or use another name")
+
+
+def unknown(seq: Seq) -> KeyError:
+    """The error for a sequence that is not live."""
+    return KeyError(f"sequence {seq!r} is not live: never admitted, or released already")
+
+
+def count(name: str, value: int) -> int:
+    """Return ``value`` as a plain int, refusing what is not a count (negative, float, bool)."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, not {value!r}")
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {value!r}") from None
+    if number < 0:
+        raise ValueError(f"{name} must not be negative, but is {number}")
+    return number
+
+
+def check_fits(tokens: int, capacity: int, limit: int | None) -> None:
+    """Tell at once about a sequence that could never be stored whole."""
+    if tokens > capacity:
+        raise NeverFits(f"{tokens} tokens can never fit: the whole memory holds {capacity}")
+    if limit is not None and tokens > limit:
+        raise NeverFits(f"{tokens} tokens are beyond the limit of {limit} per sequence")
+
+
+def resized(array: NDArray[Any], num_rows: int, fill: int = 0) -> NDArray[Any]:
+    """``array`` with its first axis at least doubled to hold ``num_rows``."""
+    if num_rows <= len(array):
+        return array
+    grown = np.full((max(num_rows, 2 * len(array), 8), *array.shape[1:]), fill, array.dtype)
+    grown[: len(array)] = array
+    return grown
