@@ -1,0 +1,71 @@
+"""Attention in float64, as plain as the definition, for tests and for ``--verify``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..contract import DenseView, PagedView
+
+
+def reference_attention(
+    q: torch.Tensor,
+    view: DenseView | PagedView,
+    *,
+    q_lens: Sequence[int] | torch.Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention, bottom-right aligned, one sequence and one query head at a time.
+
+    Parameters are those of ``attention.attend``; nothing outside the readable tokens is read.
+
+    Returns
+    -------
+    torch.Tensor
+        float64 ``[T_q, H_q, D]`` on the device of ``q``; rows of empty sequences are 0.
+    """
+    num_seqs = len(view.lengths)
+    counts = [1] * num_seqs if q_lens is None else [int(n) for n in q_lens]
+    group = q.shape[1] // view.k.shape[-2]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    row = 0
+    for seq, num_queries in enumerate(counts):
+        k, v = (tensor.double() for tensor in stored_tokens(view, seq))
+        for head in range(q.shape[1]):
+            rows = slice(row, row + num_queries)
+            out[rows, head] = _attend_one_head(
+                q[rows, head].double(), k[:, head // group], v[:, head // group], scale, window
+            )
+        row += num_queries
+    return out
+
+
+def stored_tokens(view: DenseView | PagedView, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copies of K and V, ``[tokens, H_kv, D]`` each, of the readable tokens of one sequence."""
+    length = int(view.lengths[seq])
+    if isinstance(view, DenseView):
+        start = int(view.starts[seq])
+        return view.k[start : start + length].clone(), view.v[start : start + length].clone()
+    page_size = view.k.shape[1]
+    at = torch.arange(int(view.first[seq]), length, device=view.k.device)
+    page = view.block_table[seq, at // page_size].long()
+    return view.k[page, at % page_size], view.v[page, at % page_size]
+
+
+def _attend_one_head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """``q`` ``[n, D]`` over ``k``, ``v`` ``[L, D]``, query ``i`` at position ``L − n + i``."""
+    num_queries, length = len(q), len(k)
+    if length == 0:
+        return torch.zeros_like(q)
+    query_at = torch.arange(length - num_queries, length, device=q.device)[:, None]
+    token_at = torch.arange(length, device=q.device)[None, :]
+    hidden = token_at > query_at
+    if window is not None:
+        hidden |= token_at <= query_at - window
+    scores = (q @ k.T * scale).masked_fill(hidden, -torch.inf)
+    return torch.softmax(scores, dim=-1) @ v
