@@ -1,0 +1,43 @@
+"""The door of the command line: a user's mistake ends in one sentence, never in a traceback."""
+
+from __future__ import annotations
+
+import sys
+
+from ..contract import NeverFits, OutOfMemory
+from ..vmm.driver import DriverError
+from .app import app
+from .errors import BadInput
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run ``kvalloc``; exits with 0, with 2 on bad input, or with 130 when interrupted.
+
+    Anything else that is raised is our own fault, and keeps its traceback.
+    """
+    try:
+        app(prog_name="kvalloc")
+    except (BadInput, NeverFits, OutOfMemory, DriverError, OSError) as error:
+        print(f"kvalloc: {_one_sentence(error)}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
+    except KeyboardInterrupt:
+        print("kvalloc: interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+
+
+def _one_sentence(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+        if error.filename is not None:
+            text = f"{error.filename}: {text}"
+    elif isinstance(error, OutOfMemory):
+        text = f"out of memory: {text}"
+    return " ".join(text.split()) or type(error).__name__
+
+
+if __name__ == "__main__":
+    main()

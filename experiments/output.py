@@ -1,0 +1,125 @@
+"""What leaves a command: files written whole or not at all, strict JSON, sizes that people read."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .errors import BadInput
+
+_UNITS: dict[str, int] = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size: ``512``, ``64KiB``, ``2MiB``, ``1.5 GiB``, ``16g``.
+
+    ``KiB MiB GiB TiB`` and the bare letters are powers of 1024, ``kB MB GB TB`` of 1000;
+    case does not matter.
+
+    >>> parse_bytes("2MiB"), parse_bytes("16g"), parse_bytes("1 kB")
+    (2097152, 17179869184, 1000)
+
+    Raises
+    ------
+    BadInput
+        Not a size, not a whole number of bytes, or not positive.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise BadInput(f"{text!r} is not a size; write bytes or a unit, as in 2MiB or 16GiB")
+    whole, _, fraction = match[1].partition(".")
+    scale = 10 ** len(fraction)
+    num_bytes, rest = divmod(int(whole + fraction) * unit, scale)
+    if rest:
+        raise BadInput(f"{text!r} is not a whole number of bytes; choose a smaller unit")
+    if num_bytes == 0:
+        raise BadInput(f"{text!r} is no memory at all; write a size of at least one byte")
+    return num_bytes
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Write a size in the largest binary unit that leaves at least 1, to four digits.
+
+    >>> format_bytes(131072), format_bytes(1 << 40), format_bytes(0), format_bytes(507_904)
+    ('128 KiB', '1 TiB', '0 B', '496 KiB')
+    """
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
+    digits = max(0, 3 - len(str(int(abs(value)))))
+    shown = f"{value:.{digits}f}"
+    return f"{shown.rstrip('0').rstrip('.') if '.' in shown else shown} {unit}"
+
+
+def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
+    """Write a file whole or leave everything as it was; returns its path.
+
+    The text goes to a temporary file beside the target, which is then renamed over it, so
+    that neither a failure nor a reader at the wrong moment sees half a file. Missing
+    folders are created.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, _usual_mode(target))
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    return target
+
+
+def _usual_mode(target: Path) -> int:
+    """The mode that plain ``open(target, "w")`` would leave; mkstemp makes private files."""
+    try:
+        return target.stat().st_mode & 0o777
+    except FileNotFoundError:
+        umask = os.umask(0)
+        os.umask(umask)
+        return 0o666 & ~umask
+
+
+def to_json(obj: Any) -> str:
+    """Strict JSON, indented; NaN and infinities become null, numpy values become plain ones."""
+    return json.dumps(_strict(obj), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def emit_json(obj: Any, target: str | os.PathLike[str]) -> None:
+    """Write ``obj`` as strict JSON to a file, or to standard output if the target is ``-``."""
+    text = to_json(obj)
+    if os.fspath(target) == "-":
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        write_atomic(target, text)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy arrays and scalars, without importing numpy here
+        return _strict(value.tolist())
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
