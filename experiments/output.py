@@ -38,7 +38,7 @@ def parse_bytes(text: str) -> int:
     if match is None or unit is None:
         raise BadInput(f"{text!r} is not a size; write bytes or a unit, as in 2MiB or 16GiB")
     whole, _, fraction = match[1].partition(".")
-    scale = 10 ** len(fraction)
+    scale: int = 10 ** len(fraction)
     num_bytes, rest = divmod(int(whole + fraction) * unit, scale)
     if rest:
         raise BadInput(f"{text!r} is not a whole number of bytes; choose a smaller unit")

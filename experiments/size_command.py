@@ -120,9 +120,13 @@ def _print_models(json: str | None) -> None:
     if json == "-":
         return
     short = {full: alias for alias, full in reversed(DTYPE_ALIASES.items())}
-    table = Table(title="Known models", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title="Known models (heads: query/KV; window: tokens × layers)",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     table.add_column("model", no_wrap=True)
-    for header in ("layers", "q/KV heads", "dim", "window", "limit", "KiB a token"):
+    for header in ("layers", "heads", "dim", "window", "limit", "KiB/token"):
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("dtype")
     for model in models:
