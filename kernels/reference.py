@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,7 @@ def reference_attention(
     num_seqs = len(view.lengths)
     counts = [1] * num_seqs if q_lens is None else [int(n) for n in q_lens]
     group = q.shape[1] // view.k.shape[-2]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     row = 0
     for seq, num_queries in enumerate(counts):
@@ -37,7 +38,7 @@ def reference_attention(
         for head in range(q.shape[1]):
             rows = slice(row, row + num_queries)
             out[rows, head] = _attend_one_head(
-                q[rows, head].double(), k[:, head // group], v[:, head // group], scale, window
+                q[rows, head].double(), k[:, head // group], v[:, head // group], factor, window
             )
         row += num_queries
     return out
