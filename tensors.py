@@ -1,0 +1,196 @@
+"""What the three caches do alike around their tensors: check arguments, place tokens, close.
+
+A cache's ``write`` and ``view`` go through the same steps, all before anything is touched::
+
+    def write(self, layer, seqs, k, v, *, lens=None):
+        batch = self._memo.get(self._version, seqs, lens, lambda: self._placed(seqs, lens))
+        check_tensors(self.geometry, layer, k, v, batch.num_tokens, self.device)
+        …
+
+    def _placed(self, seqs, lens):                  # once per step, not once per layer
+        lengths = self._length[self._table.rows(seqs)]
+        owner, position = newest(lengths, check_lens(seqs, lengths, lens))
+        …                                           # backend: (owner, position) -> index
+
+and ``__init__`` begins with ``dtype = torch_dtype(geometry)``, ``close`` ends with ``seal(self)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .contract import KVCache, Seq
+from .geometry import KVGeometry
+from .sequences import Ints, count
+
+T = TypeVar("T")
+
+
+def torch_dtype(geometry: KVGeometry) -> torch.dtype:
+    """The torch dtype of a geometry's tensors.
+
+    Raises
+    ------
+    ValueError
+        The geometry stores a latent (MLA): no kernel here reads one, it is accounting only.
+    """
+    if any(shape.tensors != 2 for shape in geometry.layers):
+        raise ValueError(
+            f"geometry {geometry.name!r} stores one latent tensor per layer, which is accounting "
+            "only: use the allocator of this backend, not its cache"
+        )
+    dtype = getattr(torch, geometry.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def check_layer(geometry: KVGeometry, layer: int) -> int:
+    """Return ``layer`` as a plain int, refusing one that the geometry does not have."""
+    num_layers = len(geometry.layers)
+    if (layer := count("layer", layer)) >= num_layers:
+        raise ValueError(f"layer {layer} does not exist: use 0 to {num_layers - 1}")
+    return layer
+
+
+def check_tensors(
+    geometry: KVGeometry,
+    layer: int,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    num_tokens: int,
+    device: torch.device,
+) -> None:
+    """Refuse K and V that are not ``[num_tokens, H_kv, D]`` of the cache's dtype and device.
+
+    ``device`` must carry its index as tensors do (``cuda:0``): take it from a tensor.
+
+    Raises
+    ------
+    TypeError
+        Not tensors.
+    ValueError
+        Wrong layer, dtype, device or shape.
+    """
+    shape = geometry.layers[check_layer(geometry, layer)]
+    wanted = (num_tokens, shape.kv_heads, shape.head_dim)
+    dtype = getattr(torch, geometry.dtype)  # in every layer's path: no check of all layers here
+    for name, tensor in (("k", k), ("v", v)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} must be a torch tensor, not {type(tensor).__name__}")
+        if tensor.shape != wanted:
+            raise ValueError(
+                f"{name} must have shape {wanted} (tokens, KV heads, head dim) in layer {layer}, "
+                f"but has {tuple(tensor.shape)}"
+            )
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} must be {dtype} like the cache, but is {tensor.dtype}")
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} must be on {device} like the cache, but is on {tensor.device}"
+            )
+
+
+def check_lens(seqs: Sequence[Seq], lengths: Ints, lens: Sequence[int] | None) -> Ints:
+    """How many of the newest tokens of each sequence are given, int64 ``[S]``; None: one each.
+
+    Parameters
+    ----------
+    seqs, lengths
+        The batch and the tokens that each of its sequences has room for.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Not integers, not one per sequence, negative, or more than a sequence is long.
+    """
+    if lens is None:
+        counts = np.ones(len(seqs), np.int64)
+    else:
+        given = np.asarray(lens)
+        if given.shape != (len(seqs),):
+            raise ValueError(
+                f"lens must name one count per sequence: {len(seqs)} of them, not {given.shape}"
+            )
+        if len(given) and given.dtype.kind not in "iu":
+            raise TypeError(f"lens must be integers, not {given.dtype}")
+        counts = given.astype(np.int64)
+    wrong = (counts < 0) | (counts > lengths)
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        raise ValueError(
+            f"{counts[i]} tokens of sequence {seqs[i]!r} cannot be written: it has {lengths[i]}; "
+            "make room with grow first"
+        )
+    return counts
+
+
+def newest(lengths: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Where the packed tokens of a write go: the newest ``counts[i]`` of each sequence.
+
+    Returns
+    -------
+    owner, position : int64 ``[sum(counts)]``
+        For each packed token its sequence's place in the batch, and its position there:
+        ``lengths[i] − counts[i] … lengths[i] − 1``.
+    """
+    owner = np.repeat(np.arange(len(counts)), counts)
+    # Packed index minus the index of the sequence's first packed token, plus its position.
+    shift = lengths - np.cumsum(counts)
+    return owner, np.arange(len(owner)) + shift[owner]
+
+
+def on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy of a small numpy array as a tensor on ``device``."""
+    return torch.from_numpy(array.copy()).to(device)
+
+
+class BatchMemo(Generic[T]):
+    """The last answer, kept while batch and books stay the same: every layer asks again."""
+
+    def __init__(self) -> None:
+        self._key: tuple[int, list[Seq], list[int] | None] | None = None
+        self._value: T | None = None
+
+    def get(
+        self,
+        version: int,
+        seqs: Sequence[Seq],
+        lens: Sequence[int] | None,
+        build: Callable[[], T],
+    ) -> T:
+        """``build()``, or what it returned for the same arguments last time.
+
+        Parameters
+        ----------
+        version
+            A number that the allocator changes whenever its books change.
+        seqs, lens
+            The batch; ``lens`` is None where the answer does not depend on it.
+        """
+        key = (version, list(seqs), None if lens is None else np.asarray(lens).tolist())
+        if self._value is None or key != self._key:
+            self._value, self._key = build(), key
+        return self._value
+
+    def clear(self) -> None:
+        """Let go of the tensors of the last answer."""
+        self._key = self._value = None
+
+
+def seal(cache: KVCache) -> None:
+    """Make every verb of a closed cache but ``close`` raise ``RuntimeError``.
+
+    The verbs are shadowed on the instance, so an open cache pays nothing for the check.
+    """
+    message = f"this {type(cache).__name__} is closed: make a new one"
+
+    def closed(*_: object, **__: object) -> NoReturn:
+        raise RuntimeError(message)
+
+    for verb in KVCache.__abstractmethods__ - {"capacity", "close"}:
+        setattr(cache, verb, closed)
