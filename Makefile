@@ -1,0 +1,65 @@
+# Two commands matter: `make compare` and `make test`. Each sets up what it needs.
+#
+# PYTHON chooses the interpreter (3.11 or newer), VENV the environment's folder, ARGS goes to
+# the command: make compare ARGS="article --account --slots 80"
+#
+# torch is pinned, its build is not: pip takes the best one that your indexes offer. Where that
+# is the CUDA build and there is no GPU, name PyTorch's CPU index in PIP_EXTRA_INDEX_URL.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvalloc-ready
+# Workers share the cores with numba's and torch's own threads: more than four gain nothing.
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help setup compare test check lint types format clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## Make the environment (.venv, pinned by constraints.txt)
+
+compare: $(STAMP) ## Replay a small trace on every backend; results in out/
+	$(BIN)/kvalloc compare $(ARGS)
+
+test: $(STAMP) ## Run the tests
+	$(PYTEST) $(ARGS)
+
+check: lint types ## Everything CI asks for: format, lint, types, tests
+	$(PYTEST)
+
+lint: $(STAMP) ## Formatting and lint, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(STAMP) ## mypy (strict) and pyright
+	$(BIN)/mypy
+	$(BIN)/mypy tests
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP) ## Reformat and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## Remove caches and builds (results in out/ stay)
+	rm -rf build dist kvalloc.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the environment as well
+	rm -rf $(VENV) .path
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvalloc needs Python 3.11 or newer, and '$(PYTHON)' is not: $$($(PYTHON) --version 2>&1)." \
+	    "Name another one, as in: make PYTHON=python3.12 $(or $(MAKECMDGOALS),setup)" >&2; exit 2; }
+	@$(BIN)/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+	@echo "Installing into $(VENV), a few minutes the first time …"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[dev]'
+	@mkdir -p .path && ln -sfn .. .path/kvalloc   # mypy and pyright see the package through it
+	@touch $@
