@@ -1,0 +1,159 @@
+"""The contiguous allocator with an arena of tensors behind its books."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..contract import DenseView, KVCache, Seq
+from ..geometry import KVGeometry
+from ..sequences import Ints
+from ..tensors import (
+    BatchMemo,
+    check_layer,
+    check_lens,
+    check_tensors,
+    newest,
+    on_device,
+    seal,
+    torch_dtype,
+)
+from .allocator import ContiguousAllocator
+
+LAYOUTS = ("token-major", "head-major")
+
+SLICE_TOKENS = 16
+"""From this many tokens per sequence on, one slice copy per sequence beats one indexed write.
+
+Measured on a CPU with 8 heads × 128: 16 tokens take 5 µs as a slice and 13 µs by index; one token
+for each of 128 sequences takes 40–90 µs by index and 400–700 µs as slices.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the packed tokens of one write go, in every layer alike."""
+
+    num_tokens: int
+    index: torch.Tensor | None
+    """int64 ``[num_tokens]``, the slot of each token; None for slices."""
+    slices: list[tuple[slice, slice]]
+    """Per sequence its slots and its packed tokens; empty where ``index`` is used."""
+
+
+class ContiguousKVCache(ContiguousAllocator, KVCache):
+    """One arena tensor per layer for K and one for V, addressed by slot.
+
+    Parameters
+    ----------
+    geometry, memory_bytes, policy, placement, limit
+        As for ``ContiguousAllocator``. ``memory_bytes`` are shared by all layers.
+    device
+        Where the tensors live, a torch device or its name. On a CPU the system commits the
+        memory page by page, when it is first written.
+    layout
+        How an arena lies in memory; kernels see ``[T, H_kv, D]`` either way, by strides.
+
+        - ``"token-major"``: ``[T, H_kv, D]``;
+        - ``"head-major"``: ``[H_kv, T, D]``, so that the rows which one head reads are adjacent,
+          which a CPU's prefetcher needs.
+
+        None takes head-major on a CPU and token-major elsewhere.
+
+    Raises
+    ------
+    ValueError
+        Also for a geometry that stores latents (MLA), which is accounting only.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        memory_bytes: int,
+        *,
+        policy: str = "max",
+        placement: str = "first-fit",
+        limit: int | None = None,
+        device: torch.device | str = "cpu",
+        layout: str | None = None,
+    ) -> None:
+        super().__init__(geometry, memory_bytes, policy=policy, placement=placement, limit=limit)
+        dtype = torch_dtype(geometry)
+        where = torch.device(device)
+        if layout is None:
+            layout = "head-major" if where.type == "cpu" else "token-major"
+        if layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
+        self.layout = layout
+        self._layers = [
+            (self._new_arena(i, dtype, where), self._new_arena(i, dtype, where))
+            for i in range(len(geometry.layers))
+        ]
+        # As tensors spell it: with an index, where the kind of device has one.
+        self.device = self._layers[0][0].device
+        self._destination: BatchMemo[Destination] = BatchMemo()
+        self._place: BatchMemo[tuple[torch.Tensor, torch.Tensor]] = BatchMemo()
+
+    def _new_arena(self, layer: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """One uninitialised ``[T, H_kv, D]`` tensor in the cache's layout."""
+        shape = self.geometry.layers[layer]
+        heads, tokens, dim = shape.kv_heads, self._num_slots, shape.head_dim
+        if self.layout == "token-major":
+            return torch.empty(tokens, heads, dim, dtype=dtype, device=device)
+        return torch.empty(heads, tokens, dim, dtype=dtype, device=device).transpose(0, 1)
+
+    def write(
+        self,
+        layer: int,
+        seqs: Sequence[Seq],
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        lens: Sequence[int] | None = None,
+    ) -> None:
+        to = self._destination.get(
+            self._version, seqs, lens, lambda: self._destination_of(seqs, lens)
+        )
+        check_tensors(self.geometry, layer, k, v, to.num_tokens, self.device)
+        for arena, given in zip(self._layers[layer], (k.detach(), v.detach()), strict=True):
+            if to.index is not None:
+                arena[to.index] = given
+            for slots, tokens in to.slices:
+                arena[slots] = given[tokens]
+
+    def _destination_of(self, seqs: Sequence[Seq], lens: Sequence[int] | None) -> Destination:
+        rows = self._table.rows(seqs)
+        start, length = self._start[rows], self._length[rows]
+        counts = check_lens(seqs, length, lens)
+        num_tokens = int(counts.sum())
+        if num_tokens < SLICE_TOKENS * len(rows):
+            owner, position = newest(length, counts)
+            index = on_device(start[owner] + position, self.device)
+            return Destination(num_tokens, index, [])
+        return Destination(num_tokens, None, _slices(start + length, counts))
+
+    def view(self, layer: int, seqs: Sequence[Seq]) -> DenseView:
+        """The whole arena of a layer and where each sequence lies in it; nothing is copied."""
+        k, v = self._layers[check_layer(self.geometry, layer)]
+        starts, lengths = self._place.get(self._version, seqs, None, lambda: self._place_of(seqs))
+        return DenseView(k, v, starts, lengths)
+
+    def _place_of(self, seqs: Sequence[Seq]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._table.rows(seqs)
+        lengths = on_device(self._length[rows].astype("int32"), self.device)
+        return on_device(self._start[rows], self.device), lengths
+
+    def close(self) -> None:
+        self._layers.clear()
+        self._destination.clear()
+        self._place.clear()
+        seal(self)
+
+
+def _slices(ends: Ints, counts: Ints) -> list[tuple[slice, slice]]:
+    """Per sequence the slots of its newest tokens, which end at ``ends``, and the packed rows."""
+    packed = counts.cumsum()
+    edges = zip(ends.tolist(), packed.tolist(), counts.tolist(), strict=True)
+    return [(slice(end - n, end), slice(last - n, last)) for end, last, n in edges if n]
