@@ -8,7 +8,7 @@ import numpy as np
 
 from ..contract import Allocator, NeverFits, OutOfMemory, Seq, Usage
 from ..geometry import KVGeometry
-from ..sequences import Rows, SequenceTable, check_fits, count, resized
+from ..sequences import Ints, Rows, SequenceTable, check_fits, count, resized
 from .placement import PLACEMENTS, next_power_of_two
 
 POLICIES = ("max", "limit", "pow2", "oracle", "exact")
@@ -33,13 +33,13 @@ class ContiguousAllocator(Allocator):
         - ``"exact"``: the prompt alone; it grows in place while the slots behind are free.
     placement
         ``"first-fit"``, ``"best-fit"`` or ``"buddy"``. Buddy rounds what is taken up to a power
-        of two; the rounding is held and counted as ``tail`` waste.
+        of two; the rounding is held, may be grown into, and counts as ``tail`` waste.
     limit
         Most tokens of one sequence; by default the geometry's context limit.
 
     Notes
     -----
-    A sequence without reservation and tokens holds no slots; its first growth places it.
+    A sequence without tokens and reservation holds no slots; exact growth then places it anew.
 
     Both refusals of growth that no ordinary release cures are ``blocked``: exact growth met an
     occupied neighbour or the end of the arena, or a reservation is used up; the sequence has to
@@ -145,7 +145,13 @@ class ContiguousAllocator(Allocator):
         tokens = count("tokens", tokens)
         if not len(rows):
             return {}
+        check_fits(tokens, self._num_slots, None)  # also keeps the sums below within int64
         wanted = self._length[rows] + tokens
+        if (wanted <= self._room[rows]).all():  # and therefore within the limit
+            self._version += 1
+            self._length[rows] = wanted
+            self._num_live += tokens * len(rows)
+            return {}
         if self.limit is not None and wanted.max() > self.limit:
             i = int(np.argmax(wanted > self.limit))
             raise NeverFits(
@@ -153,19 +159,21 @@ class ContiguousAllocator(Allocator):
                 f"{self.limit} per sequence; nothing was changed"
             )
         self._version += 1
-        missing = wanted - self._room[rows]
-        if missing.max() <= 0:
-            self._length[rows] = wanted
-            self._num_live += tokens * len(rows)
-            return {}
         if self.policy == "exact":
             return self._grow_in_place(seqs, rows, tokens, stop_at_refusal)
+        return self._grow_past_reservation(seqs, rows, wanted, stop_at_refusal)
+
+    def _grow_past_reservation(
+        self, seqs: Sequence[Seq], rows: Rows, wanted: Ints, stop_at_refusal: bool
+    ) -> dict[Seq, OutOfMemory]:
+        """A reservation never moves or grows; only buddy's rounding may hold a few slots more."""
+        missing = wanted - self._held[rows]
+        refused = np.flatnonzero(missing > 0).tolist()
         served = missing <= 0
-        if stop_at_refusal:
-            served[int(np.argmin(served)) :] = False
-        self._length[rows[served]] += tokens
-        self._num_live += tokens * int(served.sum())
-        refused = np.flatnonzero(missing > 0)[: 1 if stop_at_refusal else None]
+        if stop_at_refusal and refused:
+            served[refused[0] :] = False
+            refused = refused[:1]
+        self._store(rows[served], wanted[served])
         return {seqs[i]: self._refusal(int(missing[i]), blocked=True) for i in refused}
 
     def _grow_in_place(
@@ -192,13 +200,17 @@ class ContiguousAllocator(Allocator):
                     continue
                 start[i], held[i] = at, size
             length[i] = wanted
-        grown = sum(length) - int(self._length[rows].sum())
         self._start[rows] = start
-        self._length[rows] = self._room[rows] = length
         self._held[rows] = held
-        self._num_live += grown
-        self._num_room += grown
+        self._store(rows, np.array(length, np.int64))
         return refused
+
+    def _store(self, rows: Rows, length: Ints) -> None:
+        """New lengths; what was stored past a reservation counts as reserved."""
+        room = np.maximum(self._room[rows], length)
+        self._num_live += int((length - self._length[rows]).sum())
+        self._num_room += int((room - self._room[rows]).sum())
+        self._length[rows], self._room[rows] = length, room
 
     def release(self, seq: Seq) -> None:
         row = self._table.remove(seq)

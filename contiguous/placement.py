@@ -210,7 +210,8 @@ class Buddy(Placement):
         return block
 
     def give_back(self, start: int, held: int) -> None:
-        assert not self._is_free(start, held), "a block freed twice"
+        enclosing = (1 << order for order in range(_order(held), len(self._free)))
+        assert not any(self._is_free(start & -size, size) for size in enclosing), "freed twice"
         self.num_free += held
         while self._is_free(start ^ held, held):
             self._remove(start ^ held, held)
