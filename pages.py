@@ -49,14 +49,19 @@ class PagePool:
         them to ``put``. A page named twice loses two references.
         """
         np.subtract.at(self._refs, pages, 1)
-        refs = self._refs[pages]
+        refs: PageIds = self._refs[pages]
         if refs.size and refs.min() < 0:
             np.add.at(self._refs, pages, 1)
             raise ValueError("a page without references was released; nothing was changed")
-        dead = pages[refs == 0]
+        dead: PageIds = pages[refs == 0]
         if dead.size > 1 and len(np.unique(dead)) != dead.size:
             dead = dead[np.sort(np.unique(dead, return_index=True)[1])]
         return dead
+
+    def revive(self, pages: PageIds) -> None:
+        """Give one reference to pages that have none and are not free (warm ones)."""
+        assert not self._refs[pages].any(), "a page in use cannot be warm"
+        self._refs[pages] = 1
 
     def put(self, pages: PageIds) -> None:
         """Return pages without references to the free list."""
@@ -64,6 +69,10 @@ class PagePool:
         assert self.num_free + num <= self.num_pages, "a page is free twice"
         self._free[self.num_free : self.num_free + num] = pages[::-1]
         self.num_free += num
+
+    def free_pages(self) -> PageIds:
+        """The free pages, in no particular order."""
+        return self._free[: self.num_free].copy()
 
     def refs(self, pages: PageIds) -> Ints:
         """References of each page."""

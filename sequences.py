@@ -41,20 +41,33 @@ class SequenceTable:
         """Live sequences with their rows, in order of admission."""
         return iter(self._row_of.items())
 
+    @property
+    def free_rows(self) -> list[int]:
+        """Rows used before and free now, in order of release."""
+        return self._free_rows
+
+    def next_row(self) -> int:
+        """The row that ``add`` gives when it is not told one."""
+        return self._free_rows[-1] if self._free_rows else self.num_rows
+
     def add(self, seq: Seq, row: int | None = None) -> int:
-        """Give a sequence the named row, or a free one; returns it."""
+        """Give a sequence a row: the free one named, or ``next_row``. Returns it."""
         if row is None:
-            row = self._free_rows.pop() if self._free_rows else self.num_rows
-        self.num_rows = max(self.num_rows, row + 1)
+            row = self.next_row()
+        if row == self.num_rows:
+            self.num_rows += 1
+        elif self._free_rows[-1] == row:
+            self._free_rows.pop()
+        else:
+            self._free_rows.remove(row)
         self._row_of[seq] = row
         return row
 
-    def remove(self, seq: Seq, *, recycle: bool = True) -> int:
+    def remove(self, seq: Seq) -> int:
         """Forget a sequence; returns its row, which ``add`` may hand out again."""
         row = self.row(seq)
         del self._row_of[seq]
-        if recycle:
-            self._free_rows.append(row)
+        self._free_rows.append(row)
         return row
 
     def row(self, seq: Seq) -> int:

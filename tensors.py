@@ -49,6 +49,19 @@ def torch_dtype(geometry: KVGeometry) -> torch.dtype:
     return dtype
 
 
+LAYOUTS = ("token-major", "head-major")
+"""Memory order of a cache's tensors: ``[token, head, dim]`` or ``[head, token, dim]``."""
+
+
+def default_layout(device: torch.device | str, layout: str | None) -> str:
+    """``layout`` itself, checked; None: what reads faster on the device (docs/design.md)."""
+    if layout is None:
+        return "head-major" if torch.device(device).type == "cpu" else "token-major"
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
+    return layout
+
+
 def check_layer(geometry: KVGeometry, layer: int) -> int:
     """Return ``layer`` as a plain int, refusing one that the geometry does not have."""
     num_layers = len(geometry.layers)

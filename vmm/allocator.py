@@ -1,0 +1,207 @@
+"""The mapped backend's books: physical pages under one contiguous address range per sequence.
+
+A sequence owns a *row* of every buffer: an address range long enough for the longest sequence,
+with pages under its beginning. Token ``t`` of row ``r`` lies at byte ``r · row_bytes +
+t · token_bytes`` of the buffer, whatever pages are mapped there. (Prabhu et al., vAttention,
+ASPLOS 2025.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..geometry import KVGeometry
+from ..pages import PagePool
+from ..paging import PageAllocator, PageGroup
+from ..sequences import count
+
+LAYOUTS = ("token-major", "head-major", "interleaved")
+ADOPTION = ("lowest", "fit-prompt")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One address run per row: K or V of a layer, one head of it, or several layers whole.
+
+    Attributes
+    ----------
+    layers : tuple of int
+        The layers stored, more than one only if interleaved.
+    tensor, head : int
+        0 for K, 1 for V, and the KV head; −1 where the buffer holds them all.
+    token_bytes : int
+        Distance between the tokens of a row.
+    """
+
+    layers: tuple[int, ...]
+    tensor: int
+    head: int
+    token_bytes: int
+
+
+def buffers_of(geometry: KVGeometry, layout: str) -> list[list[Buffer]]:
+    """The buffers of a layout, grouped by pace and window: a group crosses pages together."""
+    groups: dict[tuple[int, int | None], list[Buffer]] = {}
+
+    def add(layers: tuple[int, ...], tensor: int, head: int, token_bytes: int) -> None:
+        window = geometry.layers[layers[0]].window
+        buffer = Buffer(layers, tensor, head, token_bytes)
+        groups.setdefault((token_bytes, window), []).append(buffer)
+
+    if layout == "interleaved":
+        windows = [shape.window for shape in geometry.layers]
+        for window in dict.fromkeys(windows):
+            layers = tuple(i for i, other in enumerate(windows) if other == window)
+            add(layers, -1, -1, sum(map(geometry.layer_bytes, layers)))
+        return list(groups.values())
+    for i, shape in enumerate(geometry.layers):
+        for tensor in range(shape.tensors):
+            if layout == "token-major":
+                add((i,), tensor, -1, geometry.tensor_bytes(i))
+            else:
+                for head in range(shape.kv_heads):
+                    add((i,), tensor, head, geometry.tensor_bytes(i) // shape.kv_heads)
+    return list(groups.values())
+
+
+class VmmAllocator(PageAllocator):
+    """Pages mapped where the tokens are expected to be; no table for the kernel to read.
+
+    Parameters
+    ----------
+    geometry
+        Bytes per token; ``SLOTS`` counts tokens alone.
+    memory_bytes
+        Physical memory, rounded down to whole pages.
+    page_bytes
+        Size of a page: a multiple of the driver's granularity (any size for the books alone).
+    layout
+        ``"token-major"``: one buffer per layer and tensor, ``[row, token, head, dim]``;
+        ``"head-major"``: one per layer, tensor and head, ``[row, head, token, dim]``;
+        ``"interleaved"``: all layers of equal window in one, ``[row, token, layer, …]``, so that
+        a sequence wastes one page tail instead of one per buffer.
+    adoption
+        Which idle row a new sequence takes over, with the pages still mapped there:
+        ``"lowest"`` or ``"fit-prompt"`` (fewest mapped pages that cover the prompt, else most).
+    limit
+        Most tokens per sequence; None takes the model's context limit.
+    pool
+        The pages themselves, where somebody else made them (a cache does).
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        memory_bytes: int,
+        page_bytes: int = 2 << 20,
+        *,
+        layout: str = "token-major",
+        adoption: str = "lowest",
+        limit: int | None = None,
+        pool: PagePool | None = None,
+    ) -> None:
+        page_bytes = count("page_bytes", page_bytes)
+        if page_bytes < 1:
+            raise ValueError("a page holds at least one byte; give page_bytes >= 1")
+        if adoption not in ADOPTION:
+            raise ValueError(f"unknown adoption {adoption!r}; choose one of {', '.join(ADOPTION)}")
+        if layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
+        self.layout = layout
+        self.adoption = adoption
+        self.buffers = buffers_of(geometry, layout)
+        groups = [
+            PageGroup(
+                tuple(layer for buffer in buffers for layer in buffer.layers),
+                len(buffers),
+                buffers[0].token_bytes,
+                geometry.layers[buffers[0].layers[0]].window,
+            )
+            for buffers in self.buffers
+        ]
+        super().__init__(geometry, memory_bytes, page_bytes, groups, limit=limit, pool=pool)
+
+    def _choose_row(self, tokens: int) -> int:
+        idle = self._seqs.free_rows
+        if not idle:
+            return self._seqs.next_row()
+        if self.adoption == "lowest":
+            return min(idle)
+        return min(idle, key=self._misfit(tokens))
+
+    def _misfit(self, tokens: int) -> Callable[[int], tuple[bool, int]]:
+        """Key that prefers the row with the fewest surplus pages, then the least lack."""
+        need = int(self._pages_for(np.array([tokens]), 0)[0])
+
+        def misfit(row: int) -> tuple[bool, int]:
+            surplus = int(self._ready[0][row]) - need
+            return surplus < 0, abs(surplus)
+
+        return misfit
+
+    def _empty_row(self, row: int) -> None:
+        """Leave the pages mapped: the next sequence of this row needs no driver call."""
+        for g, columns in enumerate(self._columns):
+            gone, held = int(self._gone[g][row]), int(self._held[g][row])
+            pages = self._row_pages(row, g)
+            if gone or (self._num_shared and (self.pool.refs(pages) > 1).any()):
+                self._unmap_row(row, g)
+                continue
+            self.pool.drop(pages)
+            self._num_used -= len(pages)
+            self._num_warm += len(pages)
+            self._held[g][row] = 0
+            assert held * len(columns) == len(pages)
+
+    def _unmap_row(self, row: int, g: int) -> None:
+        """Take every page of a released row away, held and warm."""
+        gone, held = int(self._gone[g][row]), int(self._held[g][row])
+        ready = int(self._ready[g][row])
+        pages = self._row_pages(row, g)
+        warm = self._table.of_row(row, self._columns[g], held, ready)
+        self._detach(np.array([row]), g, np.array([gone]), np.array([ready]))
+        self._give_up(pages)
+        self.pool.put(warm)
+        self._num_warm -= len(warm)
+        self._num_gone -= gone * len(self._columns[g])
+        self._gone[g][row] = self._held[g][row] = self._ready[g][row] = 0
+
+    def reclaim(self) -> int:
+        """Unmap every warm page; returns how many. The next sequences map afresh."""
+        num = self._num_warm
+        self._reclaim(num)
+        return num
+
+    def _reclaim(self, num_pages: int) -> None:
+        """Unmap warm pages, least valuable first: tails of the highest idle rows, then of live
+        rows, since the lowest idle row is adopted first."""
+        goal = self.pool.num_free + num_pages
+        for row in sorted(self._seqs.free_rows, reverse=True):
+            if self.pool.num_free >= goal:
+                return
+            self._unmap_warm(row, goal)
+        for row in range(self._seqs.num_rows - 1, -1, -1):
+            if self.pool.num_free >= goal:
+                return
+            self._unmap_warm(row, goal)
+        assert self.pool.num_free >= goal, "warm pages are missing"
+
+    def _unmap_warm(self, row: int, goal: int) -> None:
+        """Unmap the warm tail of a row, or as much of it as the goal asks for."""
+        for g, columns in enumerate(self._columns):
+            held, ready = int(self._held[g][row]), int(self._ready[g][row])
+            lack = -(-(goal - self.pool.num_free) // len(columns))
+            begin = max(held, ready - max(lack, 0))
+            if begin == ready:
+                continue
+            pages = self._table.of_row(row, columns, begin, ready)
+            self._detach(np.array([row]), g, np.array([begin]), np.array([ready]))
+            self.pool.put(pages)
+            self._num_warm -= len(pages)
+            self._ready[g][row] = begin
+
+    def _table_bytes(self) -> int:
+        return 8 * len(self._seqs)  # one start per sequence
