@@ -113,6 +113,23 @@ def test_the_youngest_gives_way_and_comes_back_with_what_it_produced() -> None:
     assert got["tokens"] == 6
 
 
+def test_the_preempted_one_returns_before_those_that_wait() -> None:
+    requests = trace((0, 2, 4, 4), (0, 2, 4, 4), (1, 1, 1, 1))
+    got = simulate(requests, 6, "paged:1", on_full="queue", on_failure="recompute")
+    # Step 2: two slots would do for the third (one and room for one more), but the second, with
+    # three tokens, is the head of the queue. Both start in step 4, after the first has ended.
+    assert got["series"]["live"] == [6, 4, 5, 0, 4, 5, 0]
+    assert (got["preemptions"], got["completed"]) == (1, 3)
+
+
+def test_a_preempted_reservation_shrinks_by_what_was_produced() -> None:
+    requests = trace((0, 2, 5, 3))
+    got = simulate(requests, 12, "contiguous:max", on_full="queue", on_failure="recompute")
+    # Reserves 2 + 3, is refused at 5 tokens, returns with 5 + 1, again with 6 + 1.
+    assert got["series"]["reserved"] == [5, 5, 5, 0, 6, 0, 0]
+    assert (got["preemptions"], got["growth_failures"], got["completed"]) == (2, 2, 1)
+
+
 def test_exact_growth_blocked_by_a_neighbour_preempts_itself() -> None:
     requests = trace((0, 2, 3, 3), (0, 2, 3, 3))
     got = simulate(requests, 8, "contiguous:exact", on_full="queue", on_failure="recompute")
@@ -123,9 +140,9 @@ def test_exact_growth_blocked_by_a_neighbour_preempts_itself() -> None:
 
 
 def test_the_head_of_the_queue_blocks_those_behind_it() -> None:
-    requests = trace((0, 6, 2, 2), (0, 5, 1, 1), (0, 1, 1, 1))
-    got = simulate(requests, 8, "contiguous:max", on_full="queue", on_failure="drop")
-    assert got["series"]["live"] == [7, 0, 0]
+    requests = trace((0, 6, 2, 2), (0, 5, 1, 1), (0, 1, 2, 2))
+    got = simulate(requests, 11, "contiguous:max", on_full="queue", on_failure="drop")
+    assert got["series"]["live"] == [7, 0, 2, 0]
     assert got["completed"] == 3
 
 
@@ -181,6 +198,10 @@ def test_exact_growth_in_buddy_blocks() -> None:
     # 4 at 0 and 1 at 4; the second ends beside the free buddy at 5, so the first grows to 8.
     assert (got["completed"], got["growth_failures"]) == (2, 0)
     assert got["series"]["reserved"] == [4, 8, 0]
+    # A block whose buddy lies before it does not grow, though all behind it is free.
+    requests = trace((0, 3, 1, 1), (0, 3, 3, 3))
+    got = simulate(requests, 16, "contiguous:exact:buddy", on_full="queue", on_failure="drop")
+    assert (got["completed"], got["fragmentation_failures"]) == (1, 1)
     # Nine slots are blocks of 8 and 1, the smaller one is taken, and it has no buddy at all.
     alone = trace((0, 1, 1, 1))
     with pytest.raises(Livelock):
