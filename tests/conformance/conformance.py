@@ -1,0 +1,149 @@
+"""Runs Python against the conformance library, in processes of their own.
+
+The library (``*.c`` here) is loaded in place of NVIDIA's driver by the real cuda-python. It
+shows that the calls are right, not how a GPU behaves: "device memory" is host memory, so the
+one thing to replace is the device that tensors claim to be on.
+
+Settings are environment variables, described in ``fake.h`` and ``control.c``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvalloc.vmm import dlpack
+from kvalloc.vmm.cuda import CudaDriver
+
+if TYPE_CHECKING:
+    import torch
+
+SONAME = "libcuda.so.1"
+TIMEOUT_SECONDS = 120
+HERE = Path(__file__).resolve().parent
+
+
+def compiler() -> str | None:
+    """The system's C compiler: ``$CC``, ``cc``, ``gcc`` or ``clang``; None if there is none."""
+    names = (os.environ.get("CC", ""), "cc", "gcc", "clang")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+@functools.cache
+def build() -> Path:
+    """Compile the library, once per process; skips the calling test if that cannot be done.
+
+    Returns
+    -------
+    Path
+        The folder to put in front of ``LD_LIBRARY_PATH``.
+    """
+    if not sys.platform.startswith("linux"):
+        pytest.skip("the conformance library needs Linux (memfd)")
+    if (cc := compiler()) is None:
+        pytest.skip("no C compiler: set CC, or install gcc, to build the conformance library")
+    pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
+    folder = tempfile.TemporaryDirectory(prefix="kvalloc-conformance-")
+    _folders.append(folder)
+    target = Path(folder.name, SONAME)
+    options = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
+    sources = sorted(map(str, HERE.glob("*.c")))
+    command = [cc, *options, f"-Wl,-soname,{SONAME}", "-o", str(target), *sources]
+    subprocess.run(command, check=True)
+    return target.parent
+
+
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
+
+
+def run_in_subprocess(code: str | Callable[..., None], *args: object, **settings: object) -> str:
+    """Run Python with the library in NVIDIA's place.
+
+    Parameters
+    ----------
+    code
+        Source, or a function of a module's top level that imports what it needs.
+    args
+        For the function, as ``repr`` writes them.
+    settings
+        ``granularity=65536`` sets ``KVALLOC_FAKE_GRANULARITY``, and so on.
+
+    Returns
+    -------
+    str
+        What the process wrote to standard output.
+
+    Raises
+    ------
+    AssertionError
+        The process failed, or wrote to standard error; with what it wrote.
+    """
+    if not isinstance(code, str):
+        call = f"{code.__name__}({', '.join(map(repr, args))})"
+        code = f"{textwrap.dedent(inspect.getsource(code))}\n\n{call}\n"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("KVALLOC_FAKE_")}
+    environment |= {f"KVALLOC_FAKE_{k.upper()}": str(v) for k, v in settings.items()}
+    paths = [str(build()), environment.get("LD_LIBRARY_PATH", "")]
+    environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
+    done = subprocess.run(
+        [sys.executable, "-c", "from __future__ import annotations\n" + textwrap.dedent(code)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    if done.returncode or done.stderr:
+        raise AssertionError(f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+class ConformanceDriver(CudaDriver):
+    """The cuda driver, all but where its tensors are said to lie: in host memory."""
+
+    def tensor(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As ``CudaDriver.tensor``; torch without CUDA cannot take a capsule that says so."""
+        return self._tensor(address, shape, dtype, (dlpack.CPU, 0))
+
+
+class Library:
+    """The library's own door, beside CUDA's; inside a process that has loaded it."""
+
+    ALIVE = ("handles", "bytes", "mappings", "ranges", "events", "contexts")
+
+    def __init__(self) -> None:
+        self._library: Any = ctypes.CDLL(SONAME)
+        self._library.kvalloc_fake_count.restype = ctypes.c_long
+
+    def count(self, what: str = "") -> int:
+        """One of ``ALIVE``: how many now. A call's name: how often called. Empty: all calls."""
+        return int(self._library.kvalloc_fake_count(what.encode()))
+
+    def alive(self) -> dict[str, int]:
+        """What was made and not returned yet; all zero after everything is closed."""
+        return {what: self.count(what) for what in self.ALIVE}
+
+    def fail(self, call: str = "", countdown: int = 1, code: int = 999) -> None:
+        """Let the countdown-th call from now fail, of those whose names start with ``call``."""
+        self._library.kvalloc_fake_fail(call.encode(), ctypes.c_long(countdown), code)
+
+    def launch(self, address: int, num_bytes: int, stream: int = 0) -> None:
+        """Queue a kernel that reads some addresses; it ends when something waits for it.
+
+        Unmapping what it reads is a fault: the call fails with CUDA_ERROR_ILLEGAL_ADDRESS, and
+        so does every later one.
+        """
+        arguments = (ctypes.c_uint64(value) for value in (stream, address, num_bytes))
+        self._library.kvalloc_fake_launch(*arguments)
