@@ -139,6 +139,9 @@ class HostDriver:
             self._check_open("map")
             area = self._space.find("map", address, num_bytes)
             page = self._book.check_map(address, num_bytes, handle)
+            if system.budget.is_spent():
+                raise system.out_of_mappings("map")
+            system.budget.spend()
             flags = system.MAP_SHARED | system.MAP_FIXED
             result = self._libc.mmap(
                 address, num_bytes, system.PROT_NONE, flags, self._file.fd, page.offset
@@ -175,6 +178,7 @@ class HostDriver:
             self._check_open("unmap")
             area = self._space.find("unmap", address, num_bytes)
             pages = self._book.run("unmap", address, num_bytes)
+            system.budget.spend()
             # One call replaces the run: there is no moment at which somebody else could take it.
             flags = system.IDLE | system.MAP_FIXED
             result = self._libc.mmap(address, num_bytes, self._idle, flags, -1, 0)

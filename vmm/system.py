@@ -76,12 +76,8 @@ def failure(call: str, num_bytes: int) -> DriverError:
     """The error for a call that has just failed, by ``errno`` and by the limit that was met."""
     number = ctypes.get_errno()
     if number == errno.ENOMEM:
-        limit = _number("/proc/sys/vm/max_map_count", UNLIMITED)
-        if num_mappings() >= limit - 8:
-            return DriverError(
-                f"{call}: out of mappings ({limit} for a process): use larger pages, "
-                f"or raise the limit with `sysctl -w vm.max_map_count={4 * limit}`"
-            )
+        if num_mappings() >= max_mappings() - 8:
+            return out_of_mappings(call)
         if call == "reserve":
             return DriverError(
                 f"reserve: out of address space for {num_bytes} bytes "
@@ -91,14 +87,58 @@ def failure(call: str, num_bytes: int) -> DriverError:
     return DriverError(f"{call}: the system refused {num_bytes} bytes ({reason}); free some first")
 
 
+def out_of_mappings(call: str) -> DriverError:
+    """The error for the limit that an ever more scattered memory meets."""
+    limit = max_mappings()
+    return DriverError(
+        f"{call}: out of mappings ({limit} for a process): use larger pages, "
+        f"or raise the limit with `sysctl -w vm.max_map_count={4 * limit}`"
+    )
+
+
+def max_mappings() -> int:
+    """The most mappings that a process may have."""
+    return _number("/proc/sys/vm/max_map_count", UNLIMITED)
+
+
 def num_mappings() -> int:
-    """Mappings that this process has now; the system limits them (``vm.max_map_count``)."""
+    """Mappings that this process has now, those of everybody else in it included."""
     try:
         with open("/proc/self/maps", "rb", buffering=0) as maps:
             # In small bites: where mappings are short, a large buffer cannot be had.
             return sum(bite.count(b"\n") for bite in iter(lambda: maps.read(1 << 14), b""))
     except OSError:
         return 0
+
+
+class MappingBudget:
+    """Stops short of the limit, since at the limit nothing works: no unmap, no malloc.
+
+    Counting takes milliseconds, so it is done again only when the calls since the last count
+    could have used up what it found. One for the process, as the limit is.
+    """
+
+    headroom = 512
+    stride = 64
+    """Calls between two counts at the least; they use a part of the headroom."""
+
+    def __init__(self) -> None:
+        self._credit = 0
+
+    def spend(self) -> None:
+        """A call that may split mappings: one makes three at the most."""
+        self._credit -= 1
+
+    def is_spent(self) -> bool:
+        """The limit is near: nothing more should be mapped."""
+        if self._credit > 0:
+            return False
+        room = max_mappings() - self.headroom - num_mappings()
+        self._credit = max(self.stride, room // 2) if room > 0 else 0
+        return room <= 0
+
+
+budget = MappingBudget()
 
 
 def available_bytes(root: str = "/") -> int:
