@@ -186,7 +186,13 @@ class Allocator(ABC):
 
     @abstractmethod
     def admit(
-        self, seq: Seq, tokens: int, *, max_new: int | None = None, expected_new: int | None = None
+        self,
+        seq: Seq,
+        tokens: int,
+        *,
+        max_new: int | None = None,
+        expected_new: int | None = None,
+        headroom: int = 0,
     ) -> int:
         """Place a prompt of ``tokens`` tokens.
 
@@ -200,6 +206,10 @@ class Allocator(ABC):
             The most tokens that the request may generate; reserving policies need it.
         expected_new
             The true output length, known only to a replay (policies ``pow2``, ``oracle``).
+        headroom
+            Refuse unless the sequence could at once grow by this many tokens where it is
+            placed. They are not taken. A scheduler that preempts asks for 1, so that what it
+            admits is not preempted again before it produced anything.
 
         Returns
         -------

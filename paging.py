@@ -100,12 +100,20 @@ class PageAllocator(Allocator):
         return self._capacity
 
     def admit(
-        self, seq: Seq, tokens: int, *, max_new: int | None = None, expected_new: int | None = None
+        self,
+        seq: Seq,
+        tokens: int,
+        *,
+        max_new: int | None = None,
+        expected_new: int | None = None,
+        headroom: int = 0,
     ) -> int:
         """Place a prompt; see ``Allocator.admit``. Reserves nothing beyond its pages."""
         tokens = count("tokens", tokens)
+        roomy = tokens + count("headroom", headroom)
         self._seqs.require_new(seq)
-        check_fits(tokens, self._capacity, self.limit)
+        check_fits(roomy, self._capacity, self.limit)
+        self._require_free(self._num_pages_for(roomy))
         row = self._choose_row(tokens)
         self._make_row(row)
         self._place(np.array([row]), np.array([tokens]))
@@ -217,9 +225,7 @@ class PageAllocator(Allocator):
             int((end - begin).sum()) * group.columns
             for group, begin, end in zip(self.groups, begins, ends, strict=True)
         )
-        free = self.pool.num_free + self._num_warm
-        if needed > free:
-            raise OutOfMemory(needed, free, free, unit="pages")
+        self._require_free(needed)
         warm_ends = self._adopt(rows, begins, ends) if self._num_warm else begins
         try:
             self._add_fresh(rows, warm_ends, ends)
@@ -332,16 +338,25 @@ class PageAllocator(Allocator):
         """``⌈tokens · token_bytes / page_bytes⌉``: pages per column of a group."""
         return -(-tokens * self.groups[g].token_bytes // self.page_bytes)
 
+    def _num_pages_for(self, tokens: int) -> int:
+        """Pages over all columns for a sequence of ``tokens`` tokens."""
+        return sum(
+            -(-tokens * group.token_bytes // self.page_bytes) * group.columns
+            for group in self.groups
+        )
+
+    def _require_free(self, num_pages: int) -> None:
+        free = self.pool.num_free + self._num_warm
+        if num_pages > free:
+            raise OutOfMemory(num_pages, free, free, unit="pages")
+
     def _most_tokens(self) -> int:
         """Largest ``n`` whose pages, over all columns, are within the pool."""
         low, high = 0, self.pool.num_pages * self.page_bytes
         while low < high:
             middle = (low + high + 1) // 2
-            pages = sum(
-                -(-middle * group.token_bytes // self.page_bytes) * group.columns
-                for group in self.groups
-            )
-            low, high = (middle, high) if pages <= self.pool.num_pages else (low, middle - 1)
+            fits = self._num_pages_for(middle) <= self.pool.num_pages
+            low, high = (middle, high) if fits else (low, middle - 1)
         return low
 
     def _row_pages(self, row: int, g: int) -> PageIds:

@@ -1,0 +1,202 @@
+"""``kvalloc compare``: the same trace on several backends, side by side."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..geometry import KVGeometry
+from .compare import Settings, compare
+from .errors import BadInput
+from .output import emit_json, parse_bytes
+from .readers import read_trace
+from .size_command import chosen_model
+from .specs import GRAMMAR, parse_spec, token_geometry
+from .trace import Trace
+
+DEFAULT_BACKENDS = ("contiguous:max", "contiguous:exact", "paged:16", "vmm")
+DEFAULT_MODEL = "tiny"
+DEFAULT_MEMORY = "64MiB"
+
+
+class OnFull(StrEnum):
+    """What happens to a refused admission."""
+
+    queue = "queue"
+    reject = "reject"
+
+
+class OnFailure(StrEnum):
+    """What happens to a refused growth."""
+
+    recompute = "recompute"
+    drop = "drop"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``compare`` command."""
+    app.command("compare")(compare_command)
+
+
+def compare_command(
+    trace: Annotated[
+        str, typer.Argument(help="A built-in name (kvalloc trace list) or a file.")
+    ] = "chat",
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", "-b", metavar="SPEC", help=f"{GRAMMAR}. Repeat it."),
+    ] = None,
+    run: Annotated[
+        bool | None,
+        typer.Option(
+            "--run/--account", help="Real memory and attention (default), or the books alone."
+        ),
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Memory in tokens, without a model (books alone).")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Whose cache it is: kvalloc size --list. [default: tiny]")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory for the cache, as in 16GiB. [default: 64MiB]")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the cache; default: the model's.")] = None,
+    max_new: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|limit|output",
+            help="Where the trace gives no max_new. [default: its largest output]",
+        ),
+    ] = None,
+    on_full: Annotated[OnFull, typer.Option(help="A refused admission waits or is lost.")] = (
+        OnFull.queue
+    ),
+    on_failure: Annotated[
+        OnFailure, typer.Option(help="A refused growth preempts a sequence, or loses its own.")
+    ] = OnFailure.recompute,
+    step_ms: Annotated[
+        float, typer.Option(help="Length of a step, for arrivals in seconds.")
+    ] = 25.0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Replay only the first N requests.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second, for files without arrival times.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check every attention output against float64.")
+    ] = False,
+    layout: Annotated[
+        str, typer.Option(help="Of the tensors: token-major or head-major, for all backends.")
+    ] = "token-major",
+    seed: Annotated[int, typer.Option(min=0, help="Of whatever is random.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for compare.json and the figures.")] = Path(
+        "out"
+    ),
+    json: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
+    ] = None,
+) -> None:
+    """Replay one trace on several backends and show what each does with the memory.
+
+    [cyan]kvalloc compare[/cyan] – a chat on real memory with real attention, under a minute
+
+    [cyan]kvalloc compare hole --account --slots 80 -b contiguous:max -b paged:4 -b vmm:4[/cyan]
+
+    [cyan]kvalloc compare requests.csv --account --model llama-3-8b --memory 16GiB[/cyan]
+
+    [bold]peak reserved[/bold] is what sequences held, [bold]waste[/bold] the part of it that held
+    no token, [bold]fragmentation[/bold] the share of free memory outside the largest free run.
+    """
+    real = slots is None if run is None else run
+    geometry, memory_bytes = _memory(real, slots, model, memory, dtype)
+    names = tuple(dict.fromkeys(backend or DEFAULT_BACKENDS))
+    specs = tuple(parse_spec(name, slots=slots is not None) for name in names)
+    requests = _requests(trace, limit, max_new, rate, seed, geometry)
+    if verify and not real:
+        raise BadInput("--verify checks attention, which --account does not run: use --run")
+    settings = Settings(
+        specs,
+        geometry,
+        memory_bytes,
+        run=real,
+        on_full=on_full.value,
+        on_failure=on_failure.value,
+        step_ms=step_ms,
+        layout=layout,
+        verify=verify,
+        seed=seed,
+    )
+    result = _with_progress(requests, settings, quiet=json == "-")
+    if json is not None:
+        emit_json(result, json)
+        return
+    _show(result, out)
+
+
+def _memory(
+    real: bool, slots: int | None, model: str | None, memory: str | None, dtype: str | None
+) -> tuple[KVGeometry, int]:
+    """Geometry and bytes that the options ask for."""
+    if slots is not None:
+        if real:
+            raise BadInput("--slots counts tokens without a model: use --account with it")
+        if model is not None or memory is not None or dtype is not None:
+            raise BadInput("--slots stands for itself: leave out --model, --memory and --dtype")
+        return token_geometry(slots)
+    if model is not None and memory is None:
+        raise BadInput(f"--model {model} needs --memory SIZE, as in --memory 16GiB")
+    geometry = chosen_model(model or DEFAULT_MODEL, dtype)
+    return geometry, parse_bytes(memory or DEFAULT_MEMORY)
+
+
+def _requests(
+    name: str,
+    limit: int | None,
+    max_new: str | None,
+    rate: float | None,
+    seed: int,
+    geometry: KVGeometry,
+) -> Trace:
+    trace = read_trace(name, rate=rate, seed=seed)
+    if limit is not None:
+        trace = trace.head(limit)
+    return trace.with_max_new(max_new, limit=geometry.max_context)
+
+
+def _with_progress(trace: Trace, settings: Settings, *, quiet: bool) -> dict[str, Any]:
+    """Compare, with one bar per backend on standard error."""
+    bar = Progress(
+        TextColumn("{task.description:>20}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("requests"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=quiet,
+        transient=True,
+    )
+    with bar:
+        tasks = {spec.text: bar.add_task(spec.text, total=len(trace)) for spec in settings.specs}
+        return compare(trace, settings, lambda name, done: bar.update(tasks[name], completed=done))
+
+
+def _show(result: dict[str, Any], out: Path) -> None:
+    """Files first, so that the table can say where they are."""
+    from .figures import draw
+    from .tables import compare_table
+
+    console = Console()
+    for notice in result["trace"]["notices"]:
+        console.print(f"[dim]{notice}[/dim]")
+    emit_json(result, str(out / "compare.json"))
+    figures = draw(result, out)
+    console.print(compare_table(result))
+    console.print(f"Written to {out}/: compare.json, " + ", ".join(path.name for path in figures))

@@ -1,0 +1,117 @@
+"""A stand-in for the model: real writes and real attention on made-up keys, values and queries.
+
+Every vector is a row of one seeded bank, chosen by request, position, layer and role, so that
+a preempted request meets the same values again and a wrong page shows in the output.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter_ns
+
+import torch
+
+from ..contract import DenseView, KVCache
+from ..kernels.attention import attend
+from ..kernels.reference import reference_attention
+from ..telemetry import Clock
+from ..tensors import torch_dtype
+
+BANK_ROWS = 8_191  # a prime: strides through the bank never close early
+CHUNK = 512
+ROLES = {"k": 1, "v": 2, "q": 3}
+
+
+class Engine:
+    """Writes and attends what a replay places; optionally checks every output.
+
+    Parameters
+    ----------
+    cache
+        Where K and V go.
+    clock
+        Attention is timed here, once per step over all layers (``attend``), and each decode
+        step as a whole (``step``).
+    verify
+        Compare every attention output with float64 over the values that were meant to be there.
+    """
+
+    def __init__(
+        self, cache: KVCache, clock: Clock, *, seed: int = 0, verify: bool = False
+    ) -> None:
+        self.max_abs_error: float | None = 0.0 if verify else None
+        self._cache, self._clock, self._verify = cache, clock, verify
+        geometry = cache.geometry
+        dtype, device = torch_dtype(geometry), cache.device
+        dim = max(shape.head_dim for shape in geometry.layers)
+        heads = max(geometry.q_heads, *(shape.kv_heads for shape in geometry.layers))
+        generator = torch.Generator().manual_seed(seed)
+        bank = torch.randn(BANK_ROWS, heads, dim, generator=generator)
+        self._bank = bank.to(device=device, dtype=dtype)
+
+    def prefill(self, request: int, tokens: int) -> None:
+        """Write the whole prompt and attend all of it."""
+        owner = torch.full((tokens,), request)
+        position = torch.arange(tokens)
+        self._run([request], owner, position, [tokens], "prefill")
+
+    def decode(self, requests: list[int]) -> None:
+        """Write and attend the newest token of each request."""
+        with self._clock.span("step"):
+            position = torch.tensor([self._cache.length(r) - 1 for r in requests])
+            self._run(requests, torch.tensor(requests), position, None, "attend")
+
+    def _run(
+        self,
+        requests: list[int],
+        owner: torch.Tensor,
+        position: torch.Tensor,
+        lens: list[int] | None,
+        name: str,
+    ) -> None:
+        attend_ns = 0
+        outputs = []
+        for layer in range(len(self._cache.geometry.layers)):
+            k, v = (self._rows(role, layer, owner, position) for role in "kv")
+            q = self._rows("q", layer, owner, position)
+            self._cache.write(layer, requests, k, v, lens=lens)
+            view = self._cache.view(layer, requests)
+            start = perf_counter_ns()
+            outputs.append(attend(q, view, q_lens=lens, window=self._window(layer)))
+            attend_ns += perf_counter_ns() - start
+        self._clock.add(name, start, attend_ns)
+        if self._verify:
+            counts = lens or [1] * len(requests)
+            for layer, output in enumerate(outputs):
+                self._check(layer, requests, counts, output)
+
+    def _window(self, layer: int) -> int | None:
+        return self._cache.geometry.layers[layer].window
+
+    def _rows(
+        self, role: str, layer: int, owner: torch.Tensor, position: torch.Tensor
+    ) -> torch.Tensor:
+        """``[n, heads, dim]``: the vectors of a role for tokens (owner, position)."""
+        shape = self._cache.geometry.layers[layer]
+        heads = self._cache.geometry.q_heads if role == "q" else shape.kv_heads
+        index = owner * 7_919 + position * 4_099 + layer * 1_031 + ROLES[role] * 2_689
+        return self._bank[index % BANK_ROWS, :heads, : shape.head_dim]
+
+    def _check(
+        self, layer: int, requests: list[int], counts: list[int], output: torch.Tensor
+    ) -> None:
+        """Attention over the intended values, in float64, chunk by chunk of queries."""
+        assert self.max_abs_error is not None
+        done = 0
+        for request, num in zip(requests, counts, strict=True):
+            length = self._cache.length(request)
+            owner, position = torch.full((length,), request), torch.arange(length)
+            k, v, q = (self._rows(role, layer, owner, position) for role in "kvq")
+            for begin in range(length - num, length, CHUNK):
+                end = min(begin + CHUNK, length)
+                view = DenseView(k, v, torch.tensor([0]), torch.tensor([end], dtype=torch.int32))
+                expected = reference_attention(
+                    q[begin:end], view, q_lens=[end - begin], window=self._window(layer)
+                )
+                got = output[done : done + end - begin].double()
+                self.max_abs_error = max(self.max_abs_error, float((got - expected).abs().max()))
+                done += end - begin

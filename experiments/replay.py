@@ -1,0 +1,140 @@
+"""One trace on one allocator: the same loop for the books alone and for real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..contract import Allocator
+from .recorder import Recorder
+from .scheduler import Counts, OnFailure, OnFull, Scheduler
+from .trace import Trace
+
+MAX_OWNER_ENTRIES = 50_000
+"""Owners are recorded only as long as they stay this small: they are for pictures."""
+
+
+class Engine(Protocol):
+    """What a real run does with the tokens; the books alone do nothing."""
+
+    def prefill(self, request: int, tokens: int) -> None:
+        """Write and attend a prompt that was just placed."""
+        ...
+
+    def decode(self, requests: list[int]) -> None:
+        """Write and attend the newest token of each active request, as one batch."""
+        ...
+
+
+@dataclass
+class Owners:
+    """Who held which token slots at the end of each step, as ``[start, stop, request]``."""
+
+    steps: list[int] = field(default_factory=list)
+    rows: list[list[list[float]]] = field(default_factory=list)
+    refusals: list[list[int]] = field(default_factory=list)
+    num_entries: int = 0
+
+
+@dataclass
+class Result:
+    """The outcome of a replay."""
+
+    counts: Counts
+    recorder: Recorder
+    owners: Owners | None
+
+
+def replay(
+    trace: Trace,
+    allocator: Allocator,
+    *,
+    step_ms: float = 25.0,
+    on_full: OnFull = "queue",
+    on_failure: OnFailure = "recompute",
+    engine: Engine | None = None,
+    owners: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Result:
+    """Replay a trace whose ``max_new`` is resolved; see ``scheduler`` for the order of a step.
+
+    Parameters
+    ----------
+    step_ms
+        Length of a step, for traces that arrive in seconds.
+    owners
+        Record who holds which slot (small runs).
+    progress
+        Called now and then with the number of requests done with.
+    """
+    steps = trace.steps(step_ms)
+    scheduler = Scheduler(
+        allocator,
+        trace.prompt,
+        trace.output,
+        trace.max_new,
+        on_full=on_full,
+        on_failure=on_failure,
+        prefill=None if engine is None else engine.prefill,
+    )
+    recorder, owned = Recorder(), Owners() if owners else None
+    arrived, now, num = 0, 0, len(trace)
+    # First request of each later step: no search within the loop.
+    boundary = np.append(np.flatnonzero(np.diff(steps)) + 1, num).tolist() if num else []
+    turn = 0
+    while arrived < num or scheduler.active or scheduler.waiting:
+        if not scheduler.active and not scheduler.waiting:
+            now = int(steps[arrived])  # idle steps are skipped
+        arrivals = range(arrived, arrived)
+        if arrived < num and steps[arrived] == now:
+            arrivals = range(arrived, boundary[turn])
+            arrived, turn = boundary[turn], turn + 1
+        scheduler.step(arrivals)
+        if engine is not None and scheduler.active:
+            engine.decode(scheduler.active)
+        recorder.sample(now, allocator.usage())
+        if owned is not None:
+            owned = _record_owners(owned, now, allocator, scheduler)
+        if progress is not None and recorder.num_steps % 64 == 0:
+            progress(arrived - len(scheduler.active) - len(scheduler.waiting))
+        now += 1
+    if progress is not None:
+        progress(num)
+    return Result(scheduler.counts, recorder, owned)
+
+
+def _record_owners(
+    owned: Owners, step: int, allocator: Allocator, scheduler: Scheduler
+) -> Owners | None:
+    token_bytes = allocator.geometry.bytes_per_token
+    row = [
+        [start / token_bytes, stop / token_bytes, request]
+        for request in scheduler.active
+        for start, stop in allocator.spans(request)
+    ]
+    owned.num_entries += len(row)
+    if owned.num_entries > MAX_OWNER_ENTRIES:
+        return None
+    owned.steps.append(step)
+    owned.rows.append(row)
+    owned.refusals += [[step, request] for request, _ in scheduler.refusals]
+    return owned
+
+
+def owners_json(owned: Owners | None, capacity_tokens: float) -> dict[str, Any] | None:
+    """The ``owners`` field of compare.json."""
+    if owned is None:
+        return None
+    rows = [
+        [[int(x) if float(x).is_integer() else x for x in span] for span in row]
+        for row in owned.rows
+    ]
+    return {
+        "slots": capacity_tokens,
+        "steps": owned.steps,
+        "rows": rows,
+        "refusals": owned.refusals,
+    }

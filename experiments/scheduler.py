@@ -1,0 +1,217 @@
+"""Who runs when: admission, preemption and lifetime of requests, in a fixed order of steps.
+
+One step is: (0) the waiting queue is tried, first in first out, its head blocks; (1) arrivals
+are admitted in trace order; (2) every active sequence, in order of admission, grows by one
+token, and one that produced its last token is released before the next one grows.
+
+The whole batch grows in one call that stops at the first refusal. That is exactly the
+sequential definition: what is released in between can only help those behind it, so sequences
+that were served are served alike, and before the refused one is judged everything that
+finished before it is released.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..contract import Allocator, NeverFits, OutOfMemory
+from ..sequences import Ints
+
+OnFull = Literal["queue", "reject"]
+OnFailure = Literal["recompute", "drop"]
+Prefill = Callable[[int, int], None]
+
+
+@dataclass
+class Counts:
+    """What happened to the requests and their tokens; ``allocations`` are allocator calls."""
+
+    admitted: int = 0
+    rejected: int = 0
+    never_fit: int = 0
+    completed: int = 0
+    growth_failures: int = 0
+    fragmentation_failures: int = 0
+    preemptions: int = 0
+    tokens: int = 0
+    allocations: int = 0
+
+
+class Scheduler:
+    """Requests ``0 … N − 1`` on one allocator.
+
+    Parameters
+    ----------
+    allocator
+        Whose memory it is; nobody else may use it.
+    prompt, output, max_new
+        int64 ``[N]`` tokens of each request.
+    on_full
+        A refused admission waits (``queue``) or is lost (``reject``).
+    on_failure
+        A refused growth makes room by preempting (``recompute``) or loses the sequence
+        (``drop``).
+    prefill
+        Called with request and prompt length when a prompt was placed.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        prompt: Ints,
+        output: Ints,
+        max_new: Ints,
+        *,
+        on_full: OnFull = "queue",
+        on_failure: OnFailure = "recompute",
+        prefill: Prefill | None = None,
+    ) -> None:
+        self.allocator = allocator
+        self.counts = Counts()
+        self.active: list[int] = []
+        """Running requests in order of admission."""
+        self.waiting: deque[int] = deque()
+        self.refusals: list[tuple[int, OutOfMemory]] = []
+        """First refusals of this step: request and reason."""
+        self._prompt, self._output, self._max_new = prompt, output, max_new
+        self._on_full, self._on_failure = on_full, on_failure
+        self._prefill = prefill
+        self._left: Ints = np.zeros(0, np.int64)  # tokens to produce, in the order of `active`
+        self._produced: dict[int, int] = {}  # of preempted requests
+        self._refused: set[int] = set()  # refused before in this stay in the queue
+        self._stuck_at: int | None = None  # free bytes when the head was refused last
+
+    def step(self, arrivals: range) -> None:
+        """Run one step; ``arrivals`` are the requests that arrive in it."""
+        self.refusals.clear()
+        joined: list[int] = []
+        while self.waiting and self._worth_trying() and self._admit(self.waiting[0], joined):
+            self.waiting.popleft()
+        for request in arrivals:
+            if self._on_full == "reject":
+                self._admit(request, joined)
+            elif self.waiting or not self._admit(request, joined):
+                self.waiting.append(request)
+        if joined:
+            self.active += joined
+            left = [self._remaining(request) for request in joined]
+            self._left = np.concatenate([self._left, left])
+            if 0 in left:
+                self._retire(len(self.active))
+        self._grow_all()
+
+    # ------------------------------------------------------------------ admission
+
+    def _worth_trying(self) -> bool:
+        """Nothing was freed since the head of the queue was refused: it would be again."""
+        return self._stuck_at is None or self.allocator.usage().free > self._stuck_at
+
+    def _admit(self, request: int, joined: list[int]) -> bool:
+        """True if the request is dealt with: placed, lost, or told that it never fits."""
+        produced = self._produced.get(request, 0)
+        remaining = self._remaining(request)
+        tokens = int(self._prompt[request]) + produced
+        queued = self._on_full == "queue" or request in self._produced
+        headroom = int(queued and self._on_failure == "recompute" and remaining > 0)
+        try:
+            self._check_limit(tokens + remaining)
+            self.counts.allocations += 1
+            self.allocator.admit(
+                request,
+                tokens,
+                max_new=max(int(self._max_new[request]) - produced, 1 if produced else 0),
+                expected_new=remaining,
+                headroom=headroom,
+            )
+        except NeverFits:
+            self.counts.never_fit += 1
+            self.counts.rejected += request not in self._produced
+            return True
+        except OutOfMemory as refusal:
+            return self._refuse(request, refusal)
+        self._stuck_at = None
+        self._refused.discard(request)
+        self.counts.admitted += request not in self._produced
+        joined.append(request)
+        if self._prefill is not None:
+            self._prefill(request, tokens)
+        return True
+
+    def _check_limit(self, tokens: int) -> None:
+        limit = self.allocator.limit
+        if limit is not None and tokens > limit:
+            raise NeverFits(f"{tokens} tokens are beyond the model's limit of {limit}")
+
+    def _refuse(self, request: int, refusal: OutOfMemory) -> bool:
+        if request not in self._refused:
+            self.counts.fragmentation_failures += refusal.fragmented
+            self.refusals.append((request, refusal))
+        if self._on_full == "reject" and request not in self._produced:
+            self.counts.rejected += 1
+            return True
+        self._refused.add(request)
+        self._stuck_at = self.allocator.usage().free
+        return False
+
+    def _remaining(self, request: int) -> int:
+        return int(self._output[request]) - self._produced.get(request, 0)
+
+    # ------------------------------------------------------------------ growth
+
+    def _grow_all(self) -> None:
+        done = 0  # sequences before this one have grown
+        while done < len(self.active):
+            self.counts.allocations += 1
+            refused = self.allocator.grow(self.active[done:], stop_at_refusal=True)
+            end = len(self.active)
+            if refused:
+                (first,) = refused
+                end = next(i for i in range(done, end) if self.active[i] == first)
+            self._left[done:end] -= 1
+            self.counts.tokens += end - done
+            num_retired = self._retire(end)
+            done = end - num_retired
+            if refused and not num_retired:
+                done = self._fail(done, next(iter(refused.values())))
+
+    def _retire(self, end: int) -> int:
+        """Release those of the first ``end`` that have produced everything; returns how many."""
+        finished = (self._left[:end] == 0).nonzero()[0].tolist()
+        for i in reversed(finished):
+            self.allocator.release(self.active.pop(i))
+        if finished:
+            self.counts.allocations += len(finished)
+            self._left = np.delete(self._left, finished)
+            self.counts.completed += len(finished)
+            self._stuck_at = None
+        return len(finished)
+
+    def _fail(self, i: int, refusal: OutOfMemory) -> int:
+        """Deal with the refused growth of the i-th; returns where to go on."""
+        self.counts.growth_failures += 1
+        self.counts.fragmentation_failures += refusal.fragmented
+        request = self.active[i]
+        self.refusals.append((request, refusal))
+        hopeless = self.allocator.length(request) + 1 > self.allocator.capacity
+        if hopeless or self._on_failure == "drop":
+            self._leave(i)
+            self.counts.never_fit += hopeless and self._on_failure == "recompute"
+            return i
+        victim = i if refusal.fragmented or refusal.blocked else len(self.active) - 1
+        preempted = self.active[victim]
+        self._produced[preempted] = int(self._output[preempted] - self._left[victim])
+        self._leave(victim)
+        self.waiting.appendleft(preempted)
+        self.counts.preemptions += 1
+        return i
+
+    def _leave(self, i: int) -> None:
+        self.allocator.release(self.active.pop(i))
+        self.counts.allocations += 1
+        self._left = np.delete(self._left, i)
+        self._stuck_at = None

@@ -1,0 +1,136 @@
+"""The backends by name: ``contiguous:max``, ``paged:16``, ``vmm:64KiB``, …"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ..contiguous.allocator import POLICIES, ContiguousAllocator
+from ..contiguous.placement import PLACEMENTS
+from ..contract import Allocator, KVCache
+from ..geometry import SLOTS, KVGeometry
+from ..paged import PagedAllocator
+from ..vmm import VmmAllocator
+from .errors import BadInput
+from .output import parse_bytes
+
+KINDS = ("contiguous", "paged", "vmm")
+DEFAULT_PAGE_SIZE = 16
+GRAMMAR = (
+    "contiguous:max|limit|pow2|oracle|exact[:first-fit|best-fit|buddy], paged:BLOCK, "
+    "vmm[:PAGE][:interleaved]"
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One backend as the command line names it.
+
+    Attributes
+    ----------
+    text : str
+        As it was written; results echo it.
+    kind : str
+        ``contiguous``, ``paged`` or ``vmm``.
+    options : dict
+        Arguments of the allocator beyond geometry, memory and limit.
+    """
+
+    text: str
+    kind: str
+    options: dict[str, Any]
+
+    def allocator(
+        self, geometry: KVGeometry, memory_bytes: int, limit: int | None = None
+    ) -> Allocator:
+        """The books alone."""
+        maker = {"contiguous": ContiguousAllocator, "paged": PagedAllocator, "vmm": VmmAllocator}
+        made = self._made(maker[self.kind], geometry, memory_bytes, limit=limit, **self.options)
+        assert isinstance(made, Allocator)
+        return made
+
+    def cache(
+        self, geometry: KVGeometry, memory_bytes: int, *, device: str, layout: str | None = None
+    ) -> KVCache:
+        """Books and tensors."""
+        from ..contiguous import ContiguousKVCache
+        from ..paged import PagedKVCache
+        from ..vmm import VmmKVCache
+
+        options: dict[str, Any] = {"device": device, **self.options}
+        if layout is not None:
+            options.setdefault("layout", layout)
+        maker = {"contiguous": ContiguousKVCache, "paged": PagedKVCache, "vmm": VmmKVCache}
+        made = self._made(maker[self.kind], geometry, memory_bytes, **options)
+        assert isinstance(made, KVCache)
+        return made
+
+    def _made(self, maker: Any, geometry: KVGeometry, memory_bytes: int, **options: Any) -> Any:
+        if self.kind == "contiguous" and options["policy"] == "limit":
+            if geometry.max_context is None and options.get("limit") is None:
+                raise BadInput(
+                    f"{self.text} reserves the model's context limit, and there is no model: "
+                    "use --model NAME --memory SIZE"
+                )
+        try:
+            return maker(geometry, memory_bytes, **options)
+        except ValueError as error:
+            raise BadInput(f"{self.text}: {error}") from error
+
+
+def parse_spec(text: str, *, slots: bool) -> Spec:
+    """Read a SPEC; with ``slots`` a vmm page counts tokens, otherwise bytes.
+
+    Raises
+    ------
+    BadInput
+        Unknown backend, policy, placement or page size.
+    """
+    kind, *parts = text.strip().split(":")
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind, KINDS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise BadInput(f"unknown backend {text!r}; {hint}write {GRAMMAR}")
+    reader = {"contiguous": _contiguous, "paged": _paged, "vmm": _vmm}[kind]
+    return Spec(text, kind, reader(text, parts, slots))
+
+
+def _contiguous(text: str, parts: list[str], slots: bool) -> dict[str, Any]:
+    if len(parts) not in (1, 2) or parts[0] not in POLICIES:
+        raise BadInput(f"{text!r} names no policy: write contiguous:{'|'.join(POLICIES)}")
+    placement = parts[1] if len(parts) == 2 else "first-fit"
+    if placement not in PLACEMENTS:
+        raise BadInput(f"unknown placement in {text!r}: write one of {', '.join(PLACEMENTS)}")
+    return {"policy": parts[0], "placement": placement}
+
+
+def _paged(text: str, parts: list[str], slots: bool) -> dict[str, Any]:
+    if len(parts) != 1:
+        raise BadInput(f"{text!r} names no block size: write paged:BLOCK, as in paged:16")
+    return {"page_size": _whole(text, parts[0])}
+
+
+def _vmm(text: str, parts: list[str], slots: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if parts and parts[-1] == "interleaved":
+        options["layout"] = parts.pop()
+    if len(parts) > 1:
+        raise BadInput(f"{text!r} is not a vmm backend: write vmm[:PAGE][:interleaved]")
+    if slots:
+        return {"page_bytes": _whole(text, parts[0]) if parts else DEFAULT_PAGE_SIZE, **options}
+    return {"page_bytes": parse_bytes(parts[0]) if parts else 2 << 20, **options}
+
+
+def _whole(text: str, number: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", number, re.ASCII) or int(number) < 1:
+        raise BadInput(f"{text!r}: a page is a whole number of tokens, at least 1")
+    return int(number)
+
+
+def token_geometry(num_slots: int) -> tuple[KVGeometry, int]:
+    """Geometry and memory of ``--slots N``."""
+    if num_slots < 1:
+        raise BadInput("--slots must be at least 1")
+    return SLOTS, num_slots
