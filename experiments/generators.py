@@ -53,8 +53,8 @@ def generate(
     kind
         A key of ``KINDS``.
     requests, rate
-        How many, and how many per second (Poisson arrivals, the first at 0); None: as the
-        kind does by default. Lengths do not depend on the rate.
+        How many, and how many per second (Poisson arrivals, the first at 0; rate 0: all at
+        once); None: as the kind does by default. Lengths do not depend on the rate.
     prompt, output
         Inclusive bounds of uniform lengths, for ``uniform``, ``canonical``, ``poisson``.
 
@@ -80,7 +80,7 @@ def generate(
     return Trace(
         kind,
         "s",
-        np.zeros(num_requests) if rate is None else poisson_arrivals(num_requests, rate, seed),
+        poisson_arrivals(num_requests, rate, seed) if rate else np.zeros(num_requests),
         lengths.prompt,
         lengths.output,
         np.full(num_requests, MISSING),
@@ -111,9 +111,9 @@ def lognormal(
     rng: np.random.Generator, size: int, *, mean: float, sigma: float, low: int, high: int
 ) -> Ints:
     """Whole lognormal numbers, clipped to ``[low, high]``, of the given mean *after* clipping."""
-    below, above = math.log(low), math.log(high)
+    below, above = math.log(low) - 9 * sigma, math.log(high) + 9 * sigma
     mu = math.log(mean)
-    for _ in range(60):  # the clipped mean rises with mu
+    for _ in range(80):  # the clipped mean rises with mu
         if _clipped_mean(mu, sigma, low, high) < mean:
             below = mu
         else:

@@ -51,7 +51,7 @@ def ticks(value: object, what: str, *, per_second: int = 1) -> int:
 
 def key(value: object) -> Key:
     """Check one key of a prefix. Digits are the number they spell, in every format."""
-    if isinstance(value, str) and value:
+    if isinstance(value, str):
         plain = re.fullmatch(r"0|-?[1-9][0-9]{0,38}", value)
         return int(value) if plain else value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -153,6 +153,8 @@ def runs(keys: str, sizes: str, prompt: int) -> Runs:
     if not keys.strip() and not sizes.strip():
         return ()
     names = [key(name.strip()) for name in keys.split(";")]
+    if "" in names:
+        raise BadCell("prefix has an empty key")
     tokens = whole(tuple(sizes.split(";")), "prefix_tokens", 1).tolist()
     if len(names) != len(tokens):
         raise BadCell(f"prefix has {len(names)} keys, prefix_tokens {len(tokens)} sizes")

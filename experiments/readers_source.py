@@ -15,7 +15,7 @@ MAX_LINE = 1 << 26
 """Longest line in characters; one agent session of a day is tens of MiB."""
 MAX_EXPANSION = 200
 """Most bytes that one compressed byte may become. Traces reach about 10, gzip itself 1,032."""
-_SUSPICIOUS = 1 << 26
+SUSPICIOUS = 1 << 26
 """Expansion is judged only beyond this many bytes: less hurts nobody."""
 _BLOCK = 1 << 18
 
@@ -52,24 +52,28 @@ class Source:
             Not there, not a file, not readable, not UTF-8 text, a line longer than
             ``MAX_LINE``, damaged gzip data, or gzip data that explodes.
         """
-        number, rest = 1, ""
+        number = 1
+        parts: list[str] = []  # of the line that has no end yet
+        length = 0
         decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         for block, last in self._blocks():
             try:
-                text = rest + decode(block, last)
-            except UnicodeDecodeError:
-                raise self.error("this is not UTF-8 text", number + block.count(b"\n")) from None
-            lines = text.split("\n")
-            rest = lines.pop()
-            if len(rest) > MAX_LINE:
-                raise self.error(
-                    f"the line is longer than {MAX_LINE:,} characters", number + len(lines)
-                )
+                *lines, rest = decode(block, last).split("\n")
+            except UnicodeDecodeError as problem:
+                number += problem.object[: problem.start].count(b"\n")
+                raise self.error("this is not UTF-8 text", number) from None
+            if lines:
+                lines[0] = "".join((*parts, lines[0]))
+                parts, length = [], 0
             for line in lines:
                 yield line.removesuffix("\r")
             number += len(lines)
-        if rest:
-            yield rest.removesuffix("\r")
+            parts.append(rest)
+            length += len(rest)
+            if length > MAX_LINE:
+                raise self.error(f"the line is longer than {MAX_LINE:,} characters", number)
+        if length:
+            yield "".join(parts).removesuffix("\r")
 
     def _blocks(self) -> Iterator[tuple[bytes, bool]]:
         """Yield decompressed blocks, then an empty one marked as the last."""
@@ -82,7 +86,7 @@ class Source:
                     total += len(block)
                     if b"\0" in block:
                         raise self.error("this is a binary file, a trace is UTF-8 text")
-                    if packed and total > max(_SUSPICIOUS, MAX_EXPANSION * raw.tell()):
+                    if packed and total > max(SUSPICIOUS, MAX_EXPANSION * raw.tell()):
                         raise self.error(
                             f"the gzip data grows more than {MAX_EXPANSION}-fold, which no trace "
                             "does: unpack it yourself if you trust it"
