@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 from .cuda_library import CudaLibrary
@@ -57,8 +57,11 @@ class CudaDevice:
         self.call("cuCtxPushCurrent", self._context)
         try:
             yield
-        finally:
-            self.call("cuCtxPopCurrent")
+        except BaseException:
+            with suppress(DriverError):  # after a fault every call fails; the first one tells
+                self.call("cuCtxPopCurrent")
+            raise
+        self.call("cuCtxPopCurrent")
 
     def page_properties(self, shareable: bool) -> Any:
         """``CUmemAllocationProp`` of pinned memory on this device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 from .driver import DriverError
@@ -43,6 +44,7 @@ class CudaLibrary:
     """``cuda.bindings.driver``, with statuses turned into exceptions.
 
     Loads the bindings when made and the driver library with it (``cuInit``), never at import.
+    ``names`` are the bindings themselves: their types and constants.
 
     Raises
     ------
@@ -52,13 +54,13 @@ class CudaLibrary:
 
     def __init__(self) -> None:
         try:
-            from cuda.bindings import driver
+            # By name, since it is compiled and tells type checkers nothing.
+            self.names: Any = import_module("cuda.bindings.driver")
         except ImportError as error:
             raise DriverError(
                 "The cuda driver needs cuda-python: pip install 'cuda-python>=13', or use the "
                 "host driver."
             ) from error
-        self.names: Any = driver  # the bindings' own types and constants
         self("cuInit", 0)
 
     def __call__(self, call: str, *args: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import inspect
 import os
 import shutil
@@ -119,11 +120,12 @@ class ConformanceDriver(CudaDriver):
 
 
 class Library:
-    """The library's own door, beside CUDA's; inside a process that has loaded it."""
+    """The library's own door, and ``cuda.bindings.driver``; inside such a process."""
 
     ALIVE = ("handles", "bytes", "mappings", "ranges", "events", "contexts")
 
     def __init__(self) -> None:
+        self.cuda: Any = importlib.import_module("cuda.bindings.driver")
         self._library: Any = ctypes.CDLL(SONAME)
         self._library.kvalloc_fake_count.restype = ctypes.c_long
 
@@ -147,3 +149,23 @@ class Library:
         """
         arguments = (ctypes.c_uint64(value) for value in (stream, address, num_bytes))
         self._library.kvalloc_fake_launch(*arguments)
+
+    def call(self, call: str, *args: Any, gives: str = "CUDA_SUCCESS") -> int:
+        """Call CUDA without the driver, expect a status; returns what it handed out, or 0."""
+        status, *results = getattr(self.cuda, call)(*args)
+        assert status.name == gives, (call, args, status.name, gives)
+        return int(results[0]) if status == 0 and results else 0
+
+    def page_properties(self) -> Any:
+        """Of an ordinary page on device 0."""
+        properties = self.cuda.CUmemAllocationProp()
+        properties.type = self.cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        return properties
+
+    def access(self) -> Any:
+        """To read and write, for device 0."""
+        access = self.cuda.CUmemAccessDesc()
+        access.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.flags = self.cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        return access

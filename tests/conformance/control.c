@@ -13,7 +13,7 @@ static struct call *calls;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static FILE *log_file;
 static char details[256];
-static int broken; /* a fault is told by every later call, as on a GPU */
+static int broken; /* a fault is told by every later call that needs the context */
 
 /* The one failure to come: the countdown-th call whose name starts with prefix. */
 static struct { char prefix[64]; long countdown; int code; } failure;
@@ -67,8 +67,8 @@ int enter(struct call *call, enum need need) {
     if (failure.countdown > 0 && !strncmp(call->name, failure.prefix, strlen(failure.prefix))
         && --failure.countdown == 0)
         return failure.code;
-    if (broken) return broken;
     if (need != NOTHING && !is_initialized()) return NOT_INITIALIZED;
+    if (need == CONTEXT && broken) return broken;
     if (need == CONTEXT && current_device() < 0) return INVALID_CONTEXT;
     return SUCCESS;
 }
