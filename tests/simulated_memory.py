@@ -66,36 +66,36 @@ class Intervals:
     def held(self, seq: int) -> int:
         return self.slots.count(seq)
 
-    def size(self, tokens: int, max_new: int, remaining: int, room: int) -> int:
+    def reservation(self, tokens: int, max_new: int, remaining: int) -> int:
         """Slots that the policy sets aside for a prompt."""
-        extra = {
+        if self.policy == "limit":
+            assert self.limit is not None, "contiguous:limit needs a limit"
+            return self.limit
+        new = {
             "max": max_new,
-            "limit": (self.limit or len(self.slots)) - tokens,
             "pow2": next_power_of_two(remaining) if remaining else 0,
             "oracle": remaining,
             "exact": 0,
         }[self.policy]
-        size = tokens + extra
-        if self.limit is not None:
-            size = min(size, self.limit)
-        size = max(size, tokens + room)
-        return next_power_of_two(size) if self.placement == "buddy" else size
+        return tokens + new if self.limit is None else min(tokens + new, self.limit)
 
     def admit(self, seq: int, tokens: int, max_new: int, remaining: int, room: int) -> None:
-        """Hold an interval for the prompt, if the prompt and ``room`` more tokens find one."""
-        if tokens + room > self.longest:
+        """Hold an interval for the prompt, where it could grow by ``room`` tokens at once."""
+        hold = self.reservation(tokens, max_new, remaining)
+        find = max(hold, tokens + room)
+        if self.policy != "exact":
+            hold = find
+        if self.placement == "buddy":
+            hold, find = next_power_of_two(hold), next_power_of_two(find)
+        if tokens + room > self.longest or find > self.largest:
             raise TooLarge
-        for wanted in (room, 0):
-            size = self.size(tokens, max_new, remaining, wanted)
-            if size > self.largest:
-                raise TooLarge
-            fitting = [hole for hole in self.holes() if hole[1] >= size]
-            if not fitting:
-                raise Refused(size, self.free())
+        fitting = [hole for hole in self.holes() if hole[1] >= find]
+        if not fitting:
+            raise Refused(find, self.free())
         if self.placement != "first-fit":
             fitting.sort(key=lambda hole: (hole[1], hole[0]))
         start = fitting[0][0]
-        self.slots[start : start + size] = [seq] * size
+        self.slots[start : start + hold] = [seq] * hold
         self.length[seq] = tokens
 
     def grow(self, seq: int) -> None:

@@ -18,10 +18,6 @@ def memory(backend: str, capacity: int, limit: int | None) -> Intervals | Pages:
     return Pages(capacity, int(rest[0]) if rest else 16, limit)
 
 
-class Livelock(Exception):
-    """Preempted sequences come and go, and nothing is ever produced again."""
-
-
 class Replay:
     """One trace on one memory."""
 
@@ -31,7 +27,9 @@ class Replay:
         store: Intervals | Pages,
         on_full: str,
         on_failure: str,
+        limit: int | None = None,
     ) -> None:
+        self.limit = limit
         self.requests, self.store = requests, store
         self.on_full, self.on_failure = on_full, on_failure
         self.queue: list[int] = []
@@ -52,6 +50,9 @@ class Replay:
     def try_admit(self, i: int) -> bool:
         """True if the request is dealt with: placed, or told that it never fits."""
         request, done = self.requests[i], self.produced[i]
+        if self.limit is not None and request["prompt"] + request["output"] > self.limit:
+            self.never.add(i)
+            return True
         # Without room for one token more, refused growth and return would take turns for ever.
         waiting = self.on_full == "queue" or i in self.admitted
         room = int(self.on_failure == "recompute" and waiting and self.remaining(i) > 0)
@@ -139,8 +140,7 @@ class Replay:
             self.step(now, [i for i, r in enumerate(self.requests) if r["step"] == now])
             after = self.tokens, len(self.admitted), len(self.queue) + len(self.active)
             quiet = quiet + 1 if before == after else 0
-            if quiet == 100:
-                raise Livelock(f"nothing changed in the 100 steps before {now}")
+            assert quiet < 100, f"livelock: nothing changed in the 100 steps before {now}"
             now += 1
 
 
@@ -165,20 +165,14 @@ def simulate(
     on_full, on_failure
         ``queue`` or ``reject``; ``recompute`` or ``drop``.
     limit
-        The model's context limit; ``contiguous:limit`` without one takes the whole memory.
+        The model's context limit; a request beyond it never fits.
 
     Returns
     -------
     dict
         The counters of one backend in compare.json, and its series.
-
-    Raises
-    ------
-    Livelock
-        Only ``contiguous:exact:buddy`` under ``recompute`` is known to: a block whose buddy lies
-        before it cannot grow, however often the sequence is placed in it again.
     """
-    replay = Replay(requests, memory(backend, capacity, limit), on_full, on_failure)
+    replay = Replay(requests, memory(backend, capacity, limit), on_full, on_failure, limit)
     replay.run()
     series = replay.series
     free = list(zip(series["free"], series["largest_free"], strict=True))

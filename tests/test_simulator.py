@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.tests.simulator import Livelock, simulate
+from kvalloc.tests.simulator import simulate
 
 COUNTERS = {
     "admitted",
@@ -133,10 +133,11 @@ def test_a_preempted_reservation_shrinks_by_what_was_produced() -> None:
 def test_exact_growth_blocked_by_a_neighbour_preempts_itself() -> None:
     requests = trace((0, 2, 3, 3), (0, 2, 3, 3))
     got = simulate(requests, 8, "contiguous:exact", on_full="queue", on_failure="recompute")
-    # Steps 0 and 1: the first lies in slots 0-1, right before the second. Step 2: it waits for
-    # three slots in a row, the second ends. Steps 3 to 5: it is alone.
-    assert (got["preemptions"], got["growth_failures"], got["completed"]) == (2, 2, 2)
-    assert (got["fragmentation_failures"], got["steps"]) == (3, 6)
+    # Slots of the first and of the second after each step, a refused one in brackets:
+    # (0-1) 2-4, 5-7 (2-4), (5-7) 0-3, 4-7 (0-3), (4-7) waits, 0-4 ends, the second 0-4 ends.
+    assert (got["preemptions"], got["growth_failures"], got["completed"]) == (5, 5, 2)
+    assert got["series"]["live"] == [3, 3, 4, 4, 0, 0, 0]
+    assert got["fragmentation_failures"] == 5  # of growth; the second waited for want of slots
 
 
 def test_the_head_of_the_queue_blocks_those_behind_it() -> None:
@@ -202,10 +203,19 @@ def test_exact_growth_in_buddy_blocks() -> None:
     requests = trace((0, 3, 1, 1), (0, 3, 3, 3))
     got = simulate(requests, 16, "contiguous:exact:buddy", on_full="queue", on_failure="drop")
     assert (got["completed"], got["fragmentation_failures"]) == (1, 1)
-    # Nine slots are blocks of 8 and 1, the smaller one is taken, and it has no buddy at all.
+    # Nine slots are blocks of 8 and 1. The smaller one has room for the prompt, not for growth.
     alone = trace((0, 1, 1, 1))
-    with pytest.raises(Livelock):
-        simulate(alone, 9, "contiguous:exact:buddy", on_full="queue", on_failure="recompute")
+    got = simulate(alone, 9, "contiguous:exact:buddy", on_full="queue", on_failure="recompute")
+    assert (got["completed"], got["growth_failures"]) == (1, 0)
+    got = simulate(alone, 9, "contiguous:exact:buddy", on_full="queue", on_failure="drop")
+    assert (got["completed"], got["growth_failures"]) == (0, 1)
+
+
+def test_beyond_the_context_limit_is_never() -> None:
+    requests = trace((0, 10, 6, 6), (0, 10, 7, 7), (1, 3, 1, 1))
+    got = simulate(requests, 40, "contiguous:limit", on_full="reject", on_failure="drop", limit=16)
+    assert (got["never_fit"], got["rejected"], got["completed"]) == (1, 1, 2)
+    assert got["peak_reserved"] == 16
 
 
 @st.composite
@@ -221,13 +231,18 @@ def traces(draw: st.DrawFn) -> list[dict[str, int]]:
     st.sampled_from(["queue", "reject"]),
     st.sampled_from(["recompute", "drop"]),
     st.integers(8, 48),
+    st.integers(8, 48),
 )
 def test_counts_add_up_and_nothing_waits_for_ever(
-    requests: list[dict[str, int]], backend: str, on_full: str, on_failure: str, capacity: int
+    requests: list[dict[str, int]],
+    backend: str,
+    on_full: str,
+    on_failure: str,
+    capacity: int,
+    limit: int,
 ) -> None:
-    assume(backend != "contiguous:exact:buddy" or on_failure == "drop")
     got: dict[str, Any] = simulate(
-        requests, capacity, backend, on_full=on_full, on_failure=on_failure
+        requests, capacity, backend, on_full=on_full, on_failure=on_failure, limit=limit
     )
     assert set(got) == COUNTERS
     assert got["admitted"] + got["rejected"] == len(requests)
