@@ -9,9 +9,8 @@ import numpy as np
 from ..contract import Allocator, NeverFits, OutOfMemory, Seq, Usage
 from ..geometry import KVGeometry
 from ..sequences import Ints, Rows, SequenceTable, check_fits, count, resized
-from .placement import PLACEMENTS, next_power_of_two
-
-POLICIES = ("max", "limit", "pow2", "oracle", "exact")
+from .placement import PLACEMENTS
+from .policies import check_policy, reservation
 
 
 class ContiguousAllocator(Allocator):
@@ -24,13 +23,8 @@ class ContiguousAllocator(Allocator):
     memory_bytes
         Size of the arena, rounded down to whole tokens.
     policy
-        What an admission reserves, clamped to ``limit``:
-
-        - ``"max"``: prompt + ``max_new``;
-        - ``"limit"``: ``limit``, whatever the request asks for (Orca's "max");
-        - ``"pow2"``: prompt + the next power of two of ``expected_new`` (0 stays 0);
-        - ``"oracle"``: prompt + ``expected_new``;
-        - ``"exact"``: the prompt alone; it grows in place while the slots behind are free.
+        What an admission sets aside, see ``policies``: ``"max"``, ``"limit"``, ``"pow2"``,
+        ``"oracle"``, or ``"exact"``, which grows in place while the slots behind are free.
     placement
         ``"first-fit"``, ``"best-fit"`` or ``"buddy"``. Buddy rounds what is taken up to a power
         of two; the rounding is held, may be grown into, and counts as ``tail`` waste.
@@ -58,12 +52,9 @@ class ContiguousAllocator(Allocator):
     ) -> None:
         self.geometry = geometry
         self.limit = geometry.max_context if limit is None else count("limit", limit)
-        if policy not in POLICIES:
-            raise ValueError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
+        check_policy(policy, self.limit)
         if placement not in PLACEMENTS:
             raise ValueError(f"unknown placement {placement!r}: use one of {', '.join(PLACEMENTS)}")
-        if policy == "limit" and self.limit is None:
-            raise ValueError("policy 'limit' reserves the context limit: pass limit=")
         self.policy = policy
         self.placement = placement
         self._num_slots = count("memory_bytes", memory_bytes) // geometry.bytes_per_token
@@ -89,19 +80,28 @@ class ContiguousAllocator(Allocator):
         return self._arena.largest
 
     def admit(
-        self, seq: Seq, tokens: int, *, max_new: int | None = None, expected_new: int | None = None
+        self,
+        seq: Seq,
+        tokens: int,
+        *,
+        max_new: int | None = None,
+        expected_new: int | None = None,
+        headroom: int = 0,
     ) -> int:
+        """Place a prompt; see ``Allocator.admit``.
+
+        Exact growth finds ``headroom`` free behind the prompt; a reservation includes it, since
+        that is all that it will ever grow into.
+        """
         self._table.require_new(seq)
         tokens = count("tokens", tokens)
-        check_fits(tokens, self.capacity, self.limit)
-        room = self._reservation(tokens, max_new, expected_new)
-        check_fits(room, self.capacity, None)
-        start = 0
-        if room:
-            placed = self._arena.take(room)
-            if placed is None:
-                raise self._refusal(self._arena.rounded(room))
-            start = placed
+        roomy = tokens + count("headroom", headroom)
+        check_fits(roomy, self.capacity, self.limit)
+        room = reservation(self.policy, tokens, max_new, expected_new, self.limit)
+        if self.policy != "exact":
+            room = roomy = max(roomy, room)
+            check_fits(room, self.capacity, None)
+        start = self._placed(room, roomy)
         self._version += 1
         row = self._table.add(seq)
         self._resize(self._table.num_rows)
@@ -113,30 +113,16 @@ class ContiguousAllocator(Allocator):
         self._num_room += room
         return 0
 
-    def _reservation(self, tokens: int, max_new: int | None, expected_new: int | None) -> int:
-        """Tokens that an admission sets aside."""
-        most = None if max_new is None else count("max_new", max_new)
-        expected = None if expected_new is None else count("expected_new", expected_new)
-        if self.policy == "exact":
-            return tokens
-        if self.policy == "limit":
-            assert self.limit is not None
-            return self.limit
-        if self.policy == "max":
-            if most is None:
-                raise ValueError(
-                    "policy 'max' reserves prompt + max_new: pass max_new=, or use policy 'limit' "
-                    "or 'exact'"
-                )
-            room = tokens + most
-        else:
-            if expected is None:
-                raise ValueError(
-                    f"policy {self.policy!r} reserves by the true output length: pass "
-                    "expected_new=, which a replay knows, or use policy 'max'"
-                )
-            room = tokens + (next_power_of_two(expected) if self.policy == "pow2" else expected)
-        return room if self.limit is None else min(room, self.limit)
+    def _placed(self, room: int, roomy: int) -> int:
+        """Take ``room`` slots where ``roomy`` are free; their start (0 for no slots)."""
+        if roomy == 0:
+            return 0
+        start = self._arena.take(roomy)
+        if start is None:
+            raise self._refusal(self._arena.rounded(roomy))
+        if roomy > room:
+            self._arena.trim(start, self._arena.rounded(roomy), room)
+        return start if room else 0
 
     def grow(
         self, seqs: Sequence[Seq], tokens: int = 1, *, stop_at_refusal: bool = False

@@ -44,6 +44,10 @@ class Placement(ABC):
         """Free an interval that was taken, whole; it merges with free neighbours."""
 
     @abstractmethod
+    def trim(self, start: int, held: int, size: int) -> None:
+        """Free the end of an interval that was taken; ``rounded(size)`` slots stay."""
+
+    @abstractmethod
     def free_intervals(self) -> Iterator[tuple[int, int]]:
         """``(start, size)`` of the free intervals, by address."""
 
@@ -107,6 +111,9 @@ class Intervals(Placement):
         self._starts.insert(at, start)
         self._size_of[start] = held
         insort(self._by_size, (held, start))
+
+    def trim(self, start: int, held: int, size: int) -> None:
+        self.give_back(start + size, held - size)
 
     def _cut(self, start: int, size: int) -> None:
         """Take the first ``size`` slots of a free interval."""
@@ -218,6 +225,12 @@ class Buddy(Placement):
             start &= ~held
             held *= 2
         insort(self._free[_order(held)], start)
+
+    def trim(self, start: int, held: int, size: int) -> None:
+        block = self.rounded(size)
+        while held > block:  # the upper half, down to the block or to nothing
+            held //= 2
+            self.give_back(start + held, max(held, 1))
 
     def _is_free(self, start: int, size: int) -> bool:
         if (order := _order(size)) >= len(self._free):

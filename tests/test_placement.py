@@ -7,66 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvalloc.contiguous.placement import PLACEMENTS, BestFit, Buddy, FirstFit, next_power_of_two
+from kvalloc.tests.arena_bitmap import Bitmap
 
 CAPACITIES = st.integers(1, 80)
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["take", "extend", "give_back"]), st.integers(0, 40)), max_size=60
+    st.tuples(st.sampled_from(["take", "take", "extend", "trim", "give_back"]), st.integers(0, 20)),
+    min_size=10,
+    max_size=60,
 )
 
 
-class Bitmap:
-    """One flag per slot; every question is answered by looking at all of them."""
-
-    def __init__(self, capacity: int, rule: str) -> None:
-        self.free = [True] * capacity
-        self.rule = rule
-
-    def intervals(self) -> list[tuple[int, int]]:
-        """Maximal free runs; for buddy the largest aligned free blocks."""
-        found = []
-        at = 0
-        while at < len(self.free):
-            size = self.block(at) if self.rule == "buddy" else self.run(at)
-            if size:
-                found.append((at, size))
-            at += max(size, 1)
-        return found
-
-    def run(self, at: int) -> int:
-        end = at
-        while end < len(self.free) and self.free[end]:
-            end += 1
-        return end - at
-
-    def block(self, at: int) -> int:
-        size = 1 if self.free[at] else 0
-        while size and at % (2 * size) == 0 and self.run(at) >= 2 * size:
-            size *= 2
-        return size
-
-    def choose(self, size: int) -> int | None:
-        fitting = [(held, start) for start, held in self.intervals() if held >= size]
-        if not fitting:
-            return None
-        if self.rule == "first-fit":
-            return min(start for _, start in fitting)
-        return min(fitting)[1]
-
-    def mark(self, start: int, size: int, free: bool) -> None:
-        assert all(flag is not free for flag in self.free[start : start + size])
-        self.free[start : start + size] = [free] * size
-
-    def extended(self, start: int, held: int, size: int) -> int | None:
-        """What an interval holds after growing in place, or None."""
-        wanted = next_power_of_two(size) if self.rule == "buddy" else size
-        aligned = self.rule != "buddy" or start % wanted == 0
-        if not aligned or start + wanted > len(self.free):
-            return None
-        return wanted if all(self.free[start + held : start + wanted]) else None
-
-
 @pytest.mark.parametrize("rule", PLACEMENTS)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(capacity=CAPACITIES, steps=STEPS)
 def test_agrees_with_a_bitmap(rule: str, capacity: int, steps: list[tuple[str, int]]) -> None:
     arena, bitmap = PLACEMENTS[rule](capacity), Bitmap(capacity, rule)
@@ -89,6 +41,15 @@ def test_agrees_with_a_bitmap(rule: str, capacity: int, steps: list[tuple[str, i
             if now is not None:
                 bitmap.mark(start + size, now - size, False)
             held.append((start, now or size))
+        elif held and verb == "trim":
+            start, size = held.pop(number % len(held))
+            wanted = number % (size + 1)
+            if arena.rounded(wanted) < size:
+                arena.trim(start, size, wanted)
+                bitmap.mark(start + arena.rounded(wanted), size - arena.rounded(wanted), True)
+                size = arena.rounded(wanted)
+            if size:
+                held.append((start, size))
         elif held and verb == "give_back":
             start, size = held.pop(number % len(held))
             arena.give_back(start, size)
@@ -177,6 +138,13 @@ def test_buddy_grows_in_place_only_into_its_own_buddy() -> None:
     assert arena.extend(0, 4, 9) == 16, "two free buddies in a row"
     assert arena.num_free == 16
     arena.check()
+
+
+def test_buddy_does_not_grow_across_the_edge_of_its_parent() -> None:
+    arena = Buddy(16)
+    assert [arena.take(4) for _ in range(4)] == [0, 4, 8, 12]
+    arena.give_back(8, 4)
+    assert arena.extend(4, 4, 5) is None, "[8, 12) is free, but [4, 12) is no block"
 
 
 @pytest.mark.parametrize("number, power", [(0, 0), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])
