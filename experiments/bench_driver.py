@@ -1,0 +1,181 @@
+"""What does the driver cost beyond its system calls, alone and in a growth across a page?
+
+Every call is timed beside the bare system calls that it stands for, populating included, in
+the same rounds, so that both meet the same machine in the same mood. Both are made from Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .environment import environment
+from .errors import BadInput
+from .output import emit_json, format_bytes, parse_bytes
+
+Row = dict[str, Any]
+DEFAULT_PAGES = ("4KiB", "64KiB", "2MiB")
+NUM_WARM_UP = 10
+
+
+@dataclass(frozen=True)
+class Config:
+    """Page sizes, each a multiple of the OS page, and timed rounds of verbs and of growth."""
+
+    page_bytes: tuple[int, ...] = tuple(map(parse_bytes, DEFAULT_PAGES))
+    num_rounds: int = 500
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the ``driver`` bench."""
+    bench.command("driver")(driver_command)
+
+
+def run(config: Config, progress: Callable[[int], None] = lambda num_done: None) -> list[Row]:
+    """Time every verb of the host driver, and growth of a ``VmmKVCache`` on it.
+
+    Parameters
+    ----------
+    config
+        What to time and how often.
+    progress
+        Called with the number of rounds done, of ``total_rounds(config)``.
+
+    Returns
+    -------
+    list of dict
+        ``driver, op, page_bytes, rounds, us_p50, us_p99``: microseconds of a call;
+        ``bare_us_p50, ratio``: of the bare system calls in its place, and ``us_p50`` over it;
+        None where the call makes no system call.
+
+    Raises
+    ------
+    BadInput
+        No rounds, or a page that is no multiple of the OS page.
+    DriverError
+        Not on Linux.
+    """
+    from ..vmm.system import OS_PAGE
+    from .driver_rounds import Times, grow_rounds, verb_rounds
+
+    if config.num_rounds < 1:
+        raise BadInput(f"{config.num_rounds} rounds time nothing: give at least 1")
+    for page_bytes in config.page_bytes:
+        if page_bytes % OS_PAGE:
+            raise BadInput(f"a page of {page_bytes} bytes is not a multiple of {OS_PAGE}")
+    rows: list[Row] = []
+    num_done = 0
+    for page_bytes in config.page_bytes:
+        for make_rounds in (verb_rounds, grow_rounds):
+            timed: list[Times] = []
+            with closing(make_rounds(page_bytes)) as rounds:
+                for _ in range(NUM_WARM_UP + config.num_rounds):
+                    timed.append(next(rounds))
+                    num_done += 1
+                    progress(num_done)
+            rows += _rows(page_bytes, timed[NUM_WARM_UP:])
+    return rows
+
+
+def total_rounds(config: Config) -> int:
+    """Rounds that ``run`` makes, those that warm up included."""
+    return 2 * len(config.page_bytes) * (NUM_WARM_UP + config.num_rounds)
+
+
+def _rows(page_bytes: int, timed: list[Any]) -> list[Row]:
+    import numpy as np
+
+    rows: list[Row] = []
+    for op in timed[0]:
+        p50, p99 = np.percentile([times[op][0] for times in timed], [50, 99]) / 1e3
+        bare = None
+        if timed[0][op][1] is not None:
+            bare = float(np.median([times[op][1] for times in timed])) / 1e3
+        rows.append(
+            {
+                "driver": "host",
+                "op": op,
+                "page_bytes": page_bytes,
+                "rounds": len(timed),
+                "us_p50": float(p50),
+                "us_p99": float(p99),
+                "bare_us_p50": bare,
+                "ratio": float(p50) / bare if bare else None,
+            }
+        )
+    return rows
+
+
+def driver_command(
+    page: Annotated[
+        list[str] | None,
+        typer.Option("--page", metavar="SIZE", help="Page size; repeat it. [4KiB, 64KiB, 2MiB]"),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per page size.")] = 500,
+    out: Annotated[Path, typer.Option(help="Folder for bench_driver.json.")] = Path("out"),
+    json: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
+    ] = None,
+) -> None:
+    """Time the memory driver of the mapped backend beside the bare system calls.
+
+    [cyan]kvalloc bench driver[/cyan] – the verbs, and a growth across a page, on this machine
+
+    [cyan]kvalloc bench driver --page 2MiB --rounds 2000 --json -[/cyan]
+
+    [bold]grow[/bold] takes one new page for K and one for V; [bold]pooled[/bold]: pages created
+    before; [bold]warm[/bold]: still mapped from a finished sequence; [bold]inside[/bold]: no
+    page needed. [bold]ratio[/bold]: over the bare system calls.
+    """
+    config = Config(tuple(parse_bytes(size) for size in page or DEFAULT_PAGES), rounds)
+    rows = _run_with_bar(config, quiet=json == "-")
+    result = {
+        "schema": 1,
+        "experiment": "bench_driver",
+        "environment": environment(),
+        "settings": asdict(config),
+        "rows": rows,
+    }
+    emit_json(result, json if json is not None else str(out / "bench_driver.json"))
+    if json != "-":
+        _show(rows)
+
+
+def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
+        task = bar.add_task("rounds", total=total_rounds(config))
+        return run(config, lambda num_done: bar.update(task, completed=num_done))
+
+
+def _show(rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Host driver, microseconds per call")
+    for header in ("page", "call"):
+        table.add_column(header)
+    for header in ("p50", "p99", "bare p50", "ratio"):
+        table.add_column(header, justify="right")
+    previous = None
+    for row in rows:
+        if previous not in (None, row["page_bytes"]):
+            table.add_section()
+        shown = "" if row["page_bytes"] == previous else format_bytes(row["page_bytes"])
+        previous = row["page_bytes"]
+        figures = [row["us_p50"], row["us_p99"], row["bare_us_p50"]]
+        table.add_row(
+            shown,
+            row["op"],
+            *("–" if value is None else f"{value:.1f}" for value in figures),
+            "–" if row["ratio"] is None else f"{row['ratio']:.2f}",
+        )
+    Console().print(table)

@@ -1,0 +1,160 @@
+"""The rounds that ``bench driver`` times: a page's life, and a growth, beside bare system calls."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from itertools import pairwise
+from time import perf_counter_ns
+
+from ..vmm import system
+from ..vmm.host import HostDriver
+
+Step = Callable[[], object]
+Times = dict[str, tuple[int, int | None]]
+"""Nanoseconds of each operation, and of the bare system calls in its place if it makes any."""
+
+VERBS = ("reserve", "create", "map", "allow", "unmap", "release", "free")
+NUM_BUFFERS = 2  # K and V of one layer
+PAGE_TOKENS = 16  # of the sequence that grows
+
+
+class BareCalls:
+    """The system calls behind each verb, for one page and without any rule or book."""
+
+    def __init__(self, page_bytes: int) -> None:
+        self._libc = system.libc()
+        self._size = page_bytes
+        self._fd = os.memfd_create("kvalloc-bench", os.MFD_CLOEXEC)
+        self._address = 0
+
+    def reserve(self) -> None:
+        slack = self._size - system.OS_PAGE
+        raw = self._libc.mmap(0, self._size + slack, system.PROT_NONE, system.IDLE, -1, 0)
+        head = -raw % self._size
+        self._address = raw + head
+        if head:
+            self._libc.munmap(raw, head)
+        if slack - head:
+            self._libc.munmap(self._address + self._size, slack - head)
+
+    def create(self) -> None:
+        os.posix_fallocate(self._fd, 0, self._size)
+
+    def map(self) -> None:
+        flags = system.MAP_SHARED | system.MAP_FIXED
+        self._libc.mmap(self._address, self._size, system.PROT_NONE, flags, self._fd, 0)
+
+    def allow(self) -> None:
+        self._libc.mprotect(self._address, self._size, system.PROT_READ_WRITE)
+        if self._libc.can_populate:
+            self._libc.madvise(self._address, self._size, system.MADV_POPULATE_WRITE)
+
+    def unmap(self) -> None:
+        flags = system.IDLE | system.MAP_FIXED
+        self._libc.mmap(self._address, self._size, system.PROT_NONE, flags, -1, 0)
+
+    def release(self) -> None:
+        self._libc.fallocate(self._fd, system.FALLOC_PUNCH, 0, self._size)
+
+    def free(self) -> None:
+        self._libc.munmap(self._address, self._size)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def verb_rounds(page_bytes: int) -> Generator[Times]:
+    """Endless rounds of one page's life: each verb once, by the driver and bare."""
+    driver, bare = HostDriver(page_bytes), BareCalls(page_bytes)
+    address = handle = 0
+
+    def reserve() -> None:
+        nonlocal address
+        address = driver.reserve(page_bytes)
+
+    def create() -> None:
+        nonlocal handle
+        handle = driver.create(page_bytes)
+
+    ours: list[Step] = [
+        reserve,
+        create,
+        lambda: driver.map(address, page_bytes, handle),
+        lambda: driver.allow(address, page_bytes),
+        lambda: driver.unmap(address, page_bytes),
+        lambda: driver.release(handle),
+        lambda: driver.free(address, page_bytes),
+    ]
+    theirs: list[Step] = [getattr(bare, verb) for verb in VERBS]
+    try:
+        while True:
+            yield dict(zip(VERBS, zip(_time(ours), _time(theirs), strict=True), strict=True))
+    finally:
+        driver.close()
+        bare.close()
+
+
+def grow_rounds(page_bytes: int) -> Generator[Times]:
+    """Endless rounds of one sequence that takes its second page under each of two buffers.
+
+    ``grow`` creates the pages, ``grow pooled`` maps pages that were created before, ``grow warm``
+    adopts what a finished sequence left mapped, ``grow inside`` stays within the page.
+    """
+    from ..geometry import KVGeometry, LayerShape
+    from ..vmm.allocator import VmmAllocator
+    from ..vmm.cache import VmmKVCache
+
+    layer = LayerShape(kv_heads=1, head_dim=page_bytes // PAGE_TOKENS // 2)
+    geometry = KVGeometry("bench", (layer,), 1, "float16")
+    driver = HostDriver(page_bytes)
+    cache = VmmKVCache(geometry, 8 * NUM_BUFFERS * page_bytes, page_bytes, driver=driver)
+    bares = [BareCalls(page_bytes) for _ in range(NUM_BUFFERS)]
+    for bare in bares:
+        bare.reserve()
+
+    def grow(*, creates: int = 0, maps: int = 0) -> int:
+        before = dict(driver.num_calls)
+        took = sum(_time([lambda: cache.grow(["a"])]))
+        made = [driver.num_calls[verb] - before[verb] for verb in ("create", "map", "allow")]
+        assert made == [creates, maps, maps], "the round does not time what it says"
+        return took
+
+    def bare_grow(*verbs: str) -> int:
+        return sum(_time([getattr(bare, verb) for bare in bares for verb in verbs]))
+
+    try:
+        while True:
+            times: Times = {}
+            cache.admit("a", PAGE_TOKENS)
+            new = bare_grow("create", "map", "allow")
+            times["grow"] = grow(creates=NUM_BUFFERS, maps=NUM_BUFFERS), new
+            times["grow inside"] = grow(), None
+            cache.release("a")
+            cache.admit("a", PAGE_TOKENS)
+            times["grow warm"] = grow(), None
+            cache.release("a")
+            VmmAllocator.reclaim(cache)  # unmaps, but keeps the pages
+            cache.admit("a", PAGE_TOKENS)
+            bare_grow("unmap")
+            pooled = bare_grow("map", "allow")
+            times["grow pooled"] = grow(maps=NUM_BUFFERS), pooled
+            cache.release("a")
+            cache.reclaim()
+            bare_grow("unmap", "release")
+            yield times
+    finally:
+        cache.close()
+        driver.close()
+        for bare in bares:
+            bare.free()
+            bare.close()
+
+
+def _time(steps: list[Step]) -> list[int]:
+    """Nanoseconds of each step."""
+    stamps = [perf_counter_ns()]
+    for step in steps:
+        step()
+        stamps.append(perf_counter_ns())
+    return [stop - start for start, stop in pairwise(stamps)]
