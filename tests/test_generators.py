@@ -105,7 +105,7 @@ def test_turns_share_the_conversation_so_far() -> None:
         if len(runs) > 2:
             assert runs[:-1] == before[name]
             later += 1
-        *_, (asked, _) = runs
+        asked, _ = list(runs)[-1]
         before[name] = (*runs, (str(asked).replace("u", "a"), int(output)))
     assert later > 50 and len({runs[0] for runs in trace.prefix}) == 4
 

@@ -75,6 +75,8 @@ def test_rows_are_sorted_stably_with_a_notice(tmp_path: Path) -> None:
     assert trace.prompt.tolist() == [2, 4, 1, 3, 5]
     assert trace.arrival.tolist() == [0, 0, 1, 1, 2]
     assert trace.notices == ("2 rows sorted by time",)
+    path = written(tmp_path, header + "".join(f"{p % 2},{p},1\n" for p in range(1, 1001)))
+    assert read_trace(path).prompt.tolist() == [*range(2, 1001, 2), *range(1, 1001, 2)]
 
 
 def test_vidur_twin_gives_the_same_requests(tmp_path: Path) -> None:
@@ -166,7 +168,7 @@ def weka(t: float, tokens: int, ids: list[int], **more: Any) -> dict[str, Any]:
 
 def test_weka_sessions(tmp_path: Path) -> None:
     """Ids of full blocks only, meaning something within their session; merged by time."""
-    first = [weka(0.0, 130, [1, 2]), weka(5.0, 200, [1, 2, 3])]
+    first = [weka(0.0, 130, [1, 2, 9]), weka(5.0, 200, [1, 2, 3])]
     path = jsonl(
         tmp_path,
         {"id": "a", "block_size": 64, "hash_id_scope": "local", "requests": first},
