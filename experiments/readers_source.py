@@ -20,6 +20,11 @@ SUSPICIOUS = 1 << 26
 _BLOCK = 1 << 18
 
 
+def printable(path: str | Path) -> str:
+    """A path as text that any terminal takes: bytes that are no UTF-8 become ``?``."""
+    return str(path).encode(errors="replace").decode()
+
+
 class Source:
     """One text file, plain or gzip, read line by line.
 
@@ -31,12 +36,12 @@ class Source:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.shown = str(path)
+        self.shown = printable(path)
 
     @property
     def name(self) -> str:
         """The bare file name, for titles."""
-        return self.path.name
+        return printable(self.path.name)
 
     def error(self, reason: str, line: int | None = None) -> BadInput:
         """A one-sentence error that names the file and, where known, the line."""

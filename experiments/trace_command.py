@@ -8,12 +8,15 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .built_in_traces import BUILT_IN
 from .errors import BadInput
 from .generators import KINDS, generate
 from .output import emit_json
 from .readers import read_trace
+from .readers_source import printable
+from .trace import Trace
 from .trace_summary import summarise
 from .writers import check_target, write_trace
 
@@ -123,7 +126,7 @@ def generate_trace(
         prompt=_bounds("--prompt", prompt),
         output=_bounds("--output", output),
     )
-    typer.echo(f"{write_trace(made, out)}: {len(made):,} requests")
+    _write(made, out)
 
 
 @trace_app.command()
@@ -151,7 +154,11 @@ def convert(
     read = read if limit is None else read.head(limit)
     for notice in read.notices:
         typer.echo(notice, err=True)
-    typer.echo(f"{write_trace(read, out)}: {len(read):,} requests")
+    _write(read, out)
+
+
+def _write(trace: Trace, out: str) -> None:
+    typer.echo(f"{printable(write_trace(trace, out))}: {len(trace):,} requests")
 
 
 def _bounds(option: str, text: str | None) -> tuple[int, int] | None:
@@ -165,7 +172,7 @@ def _bounds(option: str, text: str | None) -> tuple[int, int] | None:
 
 
 def _print(summary: dict[str, Any]) -> None:
-    table = Table(title=summary["name"], show_header=False, box=None)
+    table = Table(title=Text(summary["name"]), show_header=False, box=None)
     table.add_row("requests", f"{summary['requests']:,}")
     table.add_row("span", f"{summary['span_s']:,.3f} s")
     table.add_row("prompt tokens", f"{summary['prompt_tokens']:,}")
@@ -189,4 +196,4 @@ def _print(summary: dict[str, Any]) -> None:
     console.print(table)
     console.print(lengths)
     for notice in summary["notices"]:
-        console.print(f"note: {notice}", style="yellow")
+        console.print(Text(f"note: {notice}", style="yellow"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_generate_describe_and_convert(tmp_path: Path) -> None:
     first = Path(csv).read_bytes()
     trace("generate", "uniform", *words, "--out", csv)
     assert Path(csv).read_bytes() == first
+
+
+def test_names_that_look_like_markup_or_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"[b]\xff.csv")
+    path.write_text("arrival_s,prompt_tokens,output_tokens,[/i]\n0,5,1,\n")
+    told = trace("describe", str(path))
+    assert "[b]?.csv" in told and "column [/i] ignored" in told
+    assert json.loads(trace("describe", str(path), "--json", "-"))["name"] == "[b]?.csv"
+    assert "?.csv: 1 requests" in trace("convert", str(path), str(path))
 
 
 def test_convert_gives_a_length_set_times(tmp_path: Path) -> None:
