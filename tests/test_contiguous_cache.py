@@ -48,11 +48,12 @@ def _seed() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 def test_a_prompt_and_its_tokens_come_back(layout: str, dtype: str) -> None:
     geometry = GEOMETRY.with_dtype(dtype)
-    prompts = {"a": 3, "b": SLICE_TOKENS + 1, "c": 0, "d": 2 * SLICE_TOKENS}
-    cache = new_cache(geometry=geometry, layout=layout, policy="exact")
+    prompts = {"a": 3, "b": SLICE_TOKENS + 1, "c": 0, "d": 4 * SLICE_TOKENS}
+    cache = new_cache(128, geometry=geometry, layout=layout, policy="exact")
     for seq, length in prompts.items():
         cache.admit(seq, length)
-    for lens in ([3, 0, 0, 5], [3, SLICE_TOKENS + 1, 0, 2 * SLICE_TOKENS]):
+    # Few tokens go by index, many by slices; whole prompts and their ends.
+    for lens in ([3, 0, 0, 5], list(prompts.values()), [1, 2, 0, 4 * SLICE_TOKENS - 1]):
         for layer in range(2):
             k, v = random_tokens(geometry, layer, sum(lens))
             cache.write(layer, list(prompts), k, v, lens=lens)
@@ -64,6 +65,8 @@ def test_a_prompt_and_its_tokens_come_back(layout: str, dtype: str) -> None:
                 assert torch.equal(stored_k[newest].float(), k[at : at + num].float())
                 assert torch.equal(stored_v[newest].float(), v[at : at + num].float())
                 at += num
+            kept = int(view.k.float().isnan().all(-1).all(-1).sum())
+            assert kept == 128 - (8 if lens[1] == 0 else sum(prompts.values()))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
