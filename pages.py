@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
 from .sequences import Ints
+
+if TYPE_CHECKING:
+    from .page_books import PageBooks
 
 PageIds = NDArray[np.int32]
 
@@ -15,6 +21,16 @@ class PagePool:
 
     Order of reuse: last freed, first taken; never used pages in ascending order. Of the pages
     freed in one call, the first of the list is taken first.
+
+    Several allocators may draw on one pool; each takes from what the others left.
+
+    Attributes
+    ----------
+    num_free : int
+        Pages in the free list.
+    num_spare : int
+        Pages that nobody holds but that somebody keeps (warm rows, prefix index); they come
+        back by ``reclaim`` and count as free.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -27,6 +43,17 @@ class PagePool:
         # A stack; its top is at the end, so that taking is a slice.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self.num_free = num_pages
+        self.num_spare = 0
+        self._members: list[weakref.ref[PageBooks]] = []
+
+    def join(self, member: PageBooks) -> None:
+        """Enter an allocator that draws on this pool."""
+        self._members.append(weakref.ref(member))
+
+    def members(self) -> list[PageBooks]:
+        """The allocators that draw on this pool, in the order in which they joined."""
+        found = [ref() for ref in self._members]
+        return [member for member in found if member is not None]
 
     def take(self, num_pages: int) -> PageIds:
         """Take free pages, each with one reference."""
@@ -38,24 +65,37 @@ class PagePool:
         self._refs[pages] = 1
         return pages
 
+    def reclaim(self, num_pages: int, asker: PageBooks) -> None:
+        """Make that many more pages free out of spare ones: the asker's own first."""
+        goal = self.num_free + num_pages
+        others = [member for member in self.members() if member is not asker]
+        for member in (asker, *others):
+            if self.num_free < goal:
+                member._reclaim(goal - self.num_free)
+        assert self.num_free >= goal, "spare pages are missing"
+
     def share(self, pages: PageIds) -> None:
-        """Add one reference to each page; pages without any stay out of the free list."""
+        """Add one reference to each page."""
         np.add.at(self._refs, pages, 1)
 
     def drop(self, pages: PageIds) -> PageIds:
         """Remove one reference from each page; returns those that have none left.
 
         They are *not* free yet: the caller keeps them (a prefix index, a warm row) or hands
-        them to ``put``. A page named twice loses two references.
+        them to ``put``.
+
+        Raises
+        ------
+        ValueError
+            A page named twice, or one without references; nothing was changed.
         """
-        np.subtract.at(self._refs, pages, 1)
-        refs: PageIds = self._refs[pages]
+        if len(pages) > 1 and len(np.unique(pages)) != len(pages):
+            raise ValueError("a page is named twice in one release; nothing was changed")
+        refs: PageIds = self._refs[pages] - 1
         if refs.size and refs.min() < 0:
-            np.add.at(self._refs, pages, 1)
             raise ValueError("a page without references was released; nothing was changed")
+        self._refs[pages] = refs
         dead: PageIds = pages[refs == 0]
-        if dead.size > 1 and len(np.unique(dead)) != dead.size:
-            dead = dead[np.sort(np.unique(dead, return_index=True)[1])]
         return dead
 
     def revive(self, pages: PageIds) -> None:
@@ -78,12 +118,15 @@ class PagePool:
         """References of each page."""
         return self._refs[pages].astype(np.int64)
 
-    def check(self, held: Ints) -> None:
-        """Assert that ``held`` (references per page, by the holders' books) is what is booked.
-
-        Free pages are distinct and nobody's.
-        """
-        free = self._free[: self.num_free]
+    def check(self) -> None:
+        """Assert that free, spare and held pages are all there are, and counted right."""
+        free = self.free_pages()
         assert len(np.unique(free)) == len(free), "a page is free twice"
         assert not self._refs[free].any(), "a free page has references"
+        members = self.members()
+        held = sum((member._count_refs() for member in members), np.zeros(self.num_pages, np.int64))
         assert np.array_equal(self._refs, held), "reference counts differ from the holders' books"
+        spare = sum(member._num_warm + member.prefix_index.num_cached for member in members)
+        assert spare == self.num_spare, "spare pages differ"
+        used = int((held > 0).sum())
+        assert self.num_free + self.num_spare + used == self.num_pages, "a page is lost"

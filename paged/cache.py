@@ -1,4 +1,4 @@
-"""The block-table backend with tensors: a pool of pages per layer, and the tables to read it."""
+"""The block-table backend with tensors: pools of pages, and the tables to read them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from ..contract import KVCache, PagedView, Seq
 from ..geometry import KVGeometry
+from ..pages import PageIds
 from ..tensors import (
     BatchMemo,
     check_layer,
@@ -21,6 +22,7 @@ from ..tensors import (
     torch_dtype,
 )
 from .allocator import PagedAllocator
+from .block_table import BlockTable
 
 Slots = tuple[torch.Tensor, torch.Tensor]
 
@@ -38,6 +40,8 @@ class PagedKVCache(PagedAllocator, KVCache):
         Memory order within a page: ``"token-major"`` ``[page, token, head, dim]`` or
         ``"head-major"`` ``[page, head, token, dim]``. Views hide it behind their strides.
         None takes the faster one of the device.
+    scrub
+        Overwrite pages with zeros when their last holder gives them up.
     """
 
     def __init__(
@@ -49,28 +53,30 @@ class PagedKVCache(PagedAllocator, KVCache):
         limit: int | None = None,
         device: torch.device | str = "cpu",
         layout: str | None = None,
+        scrub: bool = False,
     ) -> None:
         dtype = torch_dtype(geometry)
         super().__init__(geometry, memory_bytes, page_size, limit=limit)
         self.layout = default_layout(device, layout)
-        self._k = [self._pages_of(i, dtype, device) for i in range(len(geometry.layers))]
-        self._v = [self._pages_of(i, dtype, device) for i in range(len(geometry.layers))]
+        self.scrub = scrub
+        places = [self._place_of(layer) for layer in range(len(geometry.layers))]
+        self._columns_of = [column for _, column, _ in places]
+        self._places = [place for _, _, place in places]
+        # Layers at the same place of their pages share one pool: equal shapes, different pages.
+        self._k = [self._pool_of(place, dtype, device) for place in range(self.layers_per_page)]
+        self._v = [self._pool_of(place, dtype, device) for place in range(self.layers_per_page)]
         self.device = self._k[0].device
-        self._slots = BatchMemo[Slots]()
-        self._readers = [_BlockTable(self, g) for g in range(len(self.groups))]
-        self._reader_of = {
-            i: r for r, g in zip(self._readers, self.groups, strict=True) for i in g.layers
-        }
+        self._tables = {column: BlockTable(self, g, column) for g, column, _ in places}
+        self._slots = BatchMemo[dict[int, Slots]]()
 
-    def _pages_of(self, layer: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    def _pool_of(self, layer: int, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+        """All pages of one place, ``[num_pages, page_size, H_kv, D]``."""
         shape = self.geometry.layers[layer]
         num, size = self.pool.num_pages, self.page_size
-        if self.layout == "token-major":
-            return torch.empty(
-                num, size, shape.kv_heads, shape.head_dim, dtype=dtype, device=device
-            )
-        pages = torch.empty(num, shape.kv_heads, size, shape.head_dim, dtype=dtype, device=device)
-        return pages.transpose(1, 2)
+        inner = [size, shape.kv_heads] if self.layout == "token-major" else [shape.kv_heads, size]
+        make = torch.zeros if self.scrub else torch.empty
+        pages = make(num, *inner, shape.head_dim, dtype=dtype, device=device)
+        return pages if self.layout == "token-major" else pages.transpose(1, 2)
 
     def write(
         self,
@@ -82,18 +88,21 @@ class PagedKVCache(PagedAllocator, KVCache):
         lens: Sequence[int] | None = None,
     ) -> None:
         """Store the newest tokens of each sequence; see ``KVCache.write``."""
-        pages, offsets = self._slots.get(
-            self._version, seqs, lens, lambda: self._slots_of(seqs, lens)
-        )
+        column = self._columns_of[check_layer(self.geometry, layer)]
+        slots = self._slots.get(self._version, seqs, lens, dict)
+        if column not in slots:
+            slots[column] = self._slots_of(seqs, lens, column)
+        pages, offsets = slots[column]
         check_tensors(self.geometry, layer, k, v, len(pages), self.device)
-        self._k[layer][pages, offsets] = k
-        self._v[layer][pages, offsets] = v
+        place = self._places[layer]
+        self._k[place][pages, offsets] = k
+        self._v[place][pages, offsets] = v
 
-    def _slots_of(self, seqs: Sequence[Seq], lens: Sequence[int] | None) -> Slots:
-        rows = self._seqs.rows(seqs)
+    def _slots_of(self, seqs: Sequence[Seq], lens: Sequence[int] | None, column: int) -> Slots:
+        rows = self._rows_of(seqs)
         lengths = self._length[rows]
         owner, position = newest(lengths, check_lens(seqs, lengths, lens))
-        pages = self._table.pages[rows[owner], 0, position // self.page_size]
+        pages = self._table.pages[rows[owner], column, position // self.page_size]
         return (
             on_device(pages.astype(np.int64), self.device),
             on_device(position % self.page_size, self.device),
@@ -101,49 +110,41 @@ class PagedKVCache(PagedAllocator, KVCache):
 
     def view(self, layer: int, seqs: Sequence[Seq]) -> PagedView:
         """Pages, block table and lengths of a batch; see ``KVCache.view``."""
-        reader = self._reader_of[check_layer(self.geometry, layer)]
-        table, first, lengths = reader.read(seqs)
-        return PagedView(self._k[layer], self._v[layer], table, first, lengths)
+        table = self._tables[self._columns_of[check_layer(self.geometry, layer)]]
+        place = self._places[layer]
+        return PagedView(self._k[place], self._v[place], *table.read(seqs))
 
     def close(self) -> None:
         """Let go of the pools."""
         self._k, self._v = [], []
         self._slots.clear()
-        self._readers, self._reader_of = [], {}
+        self._tables, self._away = {}, {}
         seal(self)
 
+    # ------------------------------------------------------------------ contents of pages
 
-class _BlockTable:
-    """The block table of a batch, kept between steps: only rows that changed are copied."""
+    def _read(self, row: int, g: int, begin: int, end: int) -> list[torch.Tensor]:
+        pages = self._index(self._table.of_row(row, self._columns[g], begin, end))
+        return [pool[pages].cpu() for pool in (*self._k, *self._v)]
 
-    def __init__(self, cache: PagedKVCache, group: int) -> None:
-        self._cache = cache
-        self._group = group
-        self._seqs: list[Seq] = []
-        self._version = self._clock = -1
-        self._rows = np.zeros(0, np.intp)
-        self._table = torch.zeros(0, 0, dtype=torch.int32)
-        self._first = self._lengths = self._table[:, 0:0]
+    def _write_back(
+        self, row: int, g: int, begin: int, end: int, contents: list[torch.Tensor]
+    ) -> None:
+        pages = self._index(self._table.of_row(row, self._columns[g], begin, end))
+        for pool, saved in zip((*self._k, *self._v), contents, strict=True):
+            pool[pages] = saved.to(self.device)
 
-    def read(self, seqs: Sequence[Seq]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Block table int32 ``[S, max_pages]``, first int32 ``[S]``, lengths int32 ``[S]``."""
-        cache, group = self._cache, self._group
-        if self._version == cache._version and self._seqs == list(seqs):
-            return self._table, self._first, self._lengths
-        rows = cache._seqs.rows(seqs)
-        same = np.array_equal(rows, self._rows)
-        width = int(cache._held[group][rows].max(initial=0))
-        source = cache._table
-        if not same or width > self._table.shape[1]:
-            pages = source.pages[rows, group, : max(width, 1)]
-            self._table = on_device(pages, cache.device)
-        elif self._clock != source.clock:
-            changed = (source.stamp[rows] > self._clock).nonzero()[0]
-            pages = source.pages[rows[changed], group, : self._table.shape[1]]
-            self._table[on_device(changed, cache.device)] = on_device(pages, cache.device)
-        self._seqs, self._rows = list(seqs), rows
-        self._version, self._clock = cache._version, source.clock
-        first = cache._gone[group][rows] * cache.page_size
-        self._first = on_device(first.astype(np.int32), cache.device)
-        self._lengths = on_device(cache._length[rows].astype(np.int32), cache.device)
-        return self._table, self._first, self._lengths
+    def _scrub(self, row: int, g: int, begin: int, end: int) -> None:
+        if self.scrub:
+            pages = self._table.of_row(row, self._columns[g], begin, end)
+            dying = self.pool.refs(pages) == 1
+            self._scrub_evicted(pages[dying & ~self.prefix_index.mask(pages)])
+
+    def _scrub_evicted(self, pages: PageIds) -> None:
+        if self.scrub and len(pages):
+            index = self._index(pages)
+            for pool in (*self._k, *self._v):
+                pool[index] = 0
+
+    def _index(self, pages: PageIds) -> torch.Tensor:
+        return on_device(pages.astype(np.int64), self.device)

@@ -95,7 +95,7 @@ class VmmAllocator(PageAllocator):
     def __init__(
         self,
         geometry: KVGeometry,
-        memory_bytes: int,
+        memory_bytes: int | None,
         page_bytes: int = 2 << 20,
         *,
         layout: str = "token-major",
@@ -144,50 +144,44 @@ class VmmAllocator(PageAllocator):
 
     def _empty_row(self, row: int) -> None:
         """Leave the pages mapped: the next sequence of this row needs no driver call."""
-        for g, columns in enumerate(self._columns):
-            gone, held = int(self._gone[g][row]), int(self._held[g][row])
-            pages = self._row_pages(row, g)
-            if gone or (self._num_shared and (self.pool.refs(pages) > 1).any()):
-                self._unmap_row(row, g)
-                continue
-            self.pool.drop(pages)
-            self._num_used -= len(pages)
-            self._num_warm += len(pages)
-            self._held[g][row] = 0
-            assert held * len(columns) == len(pages)
+        if any(gone[row] for gone in self._gone):
+            self._clear_row(row)
+            return
+        for g in range(len(self.groups)):
+            self._retire_tail(row, g, 0)
 
-    def _unmap_row(self, row: int, g: int) -> None:
-        """Take every page of a released row away, held and warm."""
-        gone, held = int(self._gone[g][row]), int(self._held[g][row])
-        ready = int(self._ready[g][row])
-        pages = self._row_pages(row, g)
-        warm = self._table.of_row(row, self._columns[g], held, ready)
-        self._detach(np.array([row]), g, np.array([gone]), np.array([ready]))
-        self._give_up(pages)
-        self.pool.put(warm)
-        self._num_warm -= len(warm)
-        self._num_gone -= gone * len(self._columns[g])
-        self._gone[g][row] = self._held[g][row] = self._ready[g][row] = 0
+    def _retire_tail(self, row: int, g: int, begin: int) -> None:
+        """Keep pages that nobody else holds or may ask for in place, as warm ones."""
+        held = int(self._held[g][row])
+        pages = self._table.of_row(row, self._columns[g], begin, held)
+        if (self.pool.refs(pages) > 1).any() or self.prefix_index.holds(pages):
+            self._drop_tail(row, g, begin)
+            return
+        self._scrub(row, g, begin, held)
+        self.pool.drop(pages)
+        self._num_used -= len(pages)
+        self._add_warm(len(pages))
+        self._held[g][row] = begin
 
     def reclaim(self) -> int:
-        """Unmap every warm page; returns how many. The next sequences map afresh."""
-        num = self._num_warm
-        self._reclaim(num)
-        return num
+        """Unmap every warm page and empty the prefix index; returns how many pages came free."""
+        before = self.pool.num_free
+        self._reclaim(self.pool.num_pages)
+        return self.pool.num_free - before
 
     def _reclaim(self, num_pages: int) -> None:
-        """Unmap warm pages, least valuable first: tails of the highest idle rows, then of live
-        rows, since the lowest idle row is adopted first."""
+        """Take back warm pages, least valuable first, then units of the prefix index.
+
+        Tails of the highest idle rows go first, since the lowest idle row is adopted first.
+        """
         goal = self.pool.num_free + num_pages
-        for row in sorted(self._seqs.free_rows, reverse=True):
-            if self.pool.num_free >= goal:
-                return
+        rows = sorted(self._seqs.free_rows, reverse=True)
+        for row in [*rows, *range(self._seqs.num_rows - 1, -1, -1)]:
+            if self._num_warm == 0 or self.pool.num_free >= goal:
+                break
             self._unmap_warm(row, goal)
-        for row in range(self._seqs.num_rows - 1, -1, -1):
-            if self.pool.num_free >= goal:
-                return
-            self._unmap_warm(row, goal)
-        assert self.pool.num_free >= goal, "warm pages are missing"
+        if self.pool.num_free < goal:
+            super()._reclaim(goal - self.pool.num_free)
 
     def _unmap_warm(self, row: int, goal: int) -> None:
         """Unmap the warm tail of a row, or as much of it as the goal asks for."""
@@ -199,9 +193,9 @@ class VmmAllocator(PageAllocator):
                 continue
             pages = self._table.of_row(row, columns, begin, ready)
             self._detach(np.array([row]), g, np.array([begin]), np.array([ready]))
-            self.pool.put(pages)
-            self._num_warm -= len(pages)
             self._ready[g][row] = begin
+            self._add_warm(-len(pages))
+            self.pool.put(pages)
 
     def _table_bytes(self) -> int:
         return 8 * len(self._seqs)  # one start per sequence

@@ -11,6 +11,7 @@ import torch
 
 from ..contract import DenseView, KVCache, OutOfMemory, Seq
 from ..geometry import KVGeometry
+from ..pages import PageIds
 from ..sequences import Ints, Rows, count
 from ..tensors import (
     BatchMemo,
@@ -41,10 +42,15 @@ class VmmKVCache(VmmAllocator, KVCache):
         As in ``VmmAllocator``; pages are multiples of the driver's granularity.
     device
         Where the tensors live.
+    pool
+        Physical pages shared with other caches, instead of ``memory_bytes`` of its own: what
+        one cache gives back another can take. Brings its own page size and driver.
     driver
-        Whose memory it is. None makes one for the device, which closes with the cache.
+        Where the memory comes from. None makes one for the device, which closes with the cache.
     guard
         Of the driver made here: what a read of unmapped addresses does, see ``HostDriver``.
+    scrub
+        Overwrite pages with zeros when their last holder gives them up.
     max_rows
         Most sequences at a time. None: twice as many as could have a page in each buffer,
         within 16 TiB of addresses. Having no row left is a refusal, never ``fragmented``.
@@ -53,47 +59,50 @@ class VmmKVCache(VmmAllocator, KVCache):
     def __init__(
         self,
         geometry: KVGeometry,
-        memory_bytes: int,
+        memory_bytes: int | None = None,
         page_bytes: int = 2 << 20,
         *,
         layout: str = "token-major",
         adoption: str = "lowest",
         limit: int | None = None,
         device: torch.device | str = "cpu",
+        pool: PhysicalPool | None = None,
         driver: Driver | None = None,
         guard: Literal["fault", "zero"] = "fault",
+        scrub: bool = False,
         max_rows: int | None = None,
     ) -> None:
         dtype = torch_dtype(geometry)
-        page_bytes = count("page_bytes", page_bytes)
-        num_pages = count("memory_bytes", memory_bytes) // max(page_bytes, 1)
-        self._exit = ExitStack()
+        self.scrub = scrub
         with ExitStack() as undo:
-            undo.callback(self._exit.close)
-            if driver is None:
-                driver = make_driver(torch.device(device), page_bytes, guard)
-                self._exit.callback(driver.close)
-            self._driver = driver
-            self._physical = PhysicalPool(driver, num_pages, page_bytes)
+            if pool is None:
+                if driver is None:
+                    driver = make_driver(torch.device(device), page_bytes, guard)
+                    undo.callback(driver.close)
+                pool = PhysicalPool(driver, count("memory_bytes", memory_bytes or 0), page_bytes)
+            elif memory_bytes is not None or driver is not None:
+                raise ValueError("a pool brings its own memory and driver: leave those out")
+            self.physical = pool
             super().__init__(
                 geometry,
-                memory_bytes,
-                page_bytes,
+                None,
+                pool.page_bytes,
                 layout=layout,
                 adoption=adoption,
                 limit=limit,
-                pool=self._physical,
+                pool=pool,
             )
-            self._make_rows(max_rows)
-            self._k = [self._tensor(dtype, i, 0) for i in range(len(geometry.layers))]
-            self._v = [self._tensor(dtype, i, 1) for i in range(len(geometry.layers))]
-            undo.pop_all()
+            self._make_rows(max_rows, undo)
+            self._exit = undo.pop_all()
+        self._k = [self._tensor(dtype, i, 0) for i in range(len(geometry.layers))]
+        self._v = [self._tensor(dtype, i, 1) for i in range(len(geometry.layers))]
+        self._bytes = [self._flat(reservation, torch.uint8) for reservation in self._reservations]
         self.device = self._k[0].device
         self._group_of = {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
         self._targets = BatchMemo[dict[int, torch.Tensor]]()
         self._views = BatchMemo[dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]]()
 
-    def _make_rows(self, max_rows: int | None) -> None:
+    def _make_rows(self, max_rows: int | None, undo: ExitStack) -> None:
         """Reserve the addresses of all rows: one range per buffer, since a view has one base."""
         tokens = self.capacity if self.limit is None else min(self.limit, self.capacity)
         plan = plan_rows(self.geometry, self.buffers, self.page_bytes, tokens)
@@ -104,21 +113,23 @@ class VmmKVCache(VmmAllocator, KVCache):
         self._places = plan.places
         self._reservations = []
         for row_bytes in plan.row_bytes:
-            reservation = Reservation(self._driver, row_bytes * max_rows, self.page_bytes)
+            reservation = Reservation(self.physical.driver, row_bytes * max_rows, self.page_bytes)
             self._reservations.append(reservation)
-            self._exit.callback(reservation.free)
+            undo.callback(reservation.free)
         self._runs = [
             [(self._reservations[c.reservation], c.row_bytes, c.offset) for c in columns]
             for columns in plan.columns
         ]
 
+    def _flat(self, reservation: Reservation, dtype: torch.dtype) -> torch.Tensor:
+        size = (reservation.num_bytes // dtype.itemsize,)
+        return self.physical.driver.tensor(reservation.address, size, dtype)
+
     def _tensor(self, dtype: torch.dtype, layer: int, tensor: int) -> torch.Tensor:
         """K or V of a layer over all rows: ``[T, H_kv, D]``, mostly unmapped."""
         place, shape = self._places[layer, tensor], self.geometry.layers[layer]
         reservation = self._reservations[place.reservation]
-        flat = self._driver.tensor(
-            reservation.address, (reservation.num_bytes // dtype.itemsize,), dtype
-        )
+        flat = self._flat(reservation, dtype)
         used = place.offset + (shape.kv_heads - 1) * place.head_stride
         used += shape.head_dim * dtype.itemsize
         num_tokens = (reservation.num_bytes - used) // place.token_stride + 1
@@ -150,7 +161,7 @@ class VmmKVCache(VmmAllocator, KVCache):
     def _targets_of(
         self, seqs: Sequence[Seq], lens: Sequence[int] | None, row_tokens: int
     ) -> torch.Tensor:
-        rows = self._seqs.rows(seqs)
+        rows = self._rows_of(seqs)
         lengths = self._length[rows]
         owner, position = newest(lengths, check_lens(seqs, lengths, lens))
         return on_device(rows[owner] * row_tokens + position, self.device)
@@ -168,7 +179,7 @@ class VmmKVCache(VmmAllocator, KVCache):
         self, seqs: Sequence[Seq], g: int, row_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts int64 ``[S]`` and lengths int32 ``[S]``, from the first token still mapped."""
-        rows = self._seqs.rows(seqs)
+        rows = self._rows_of(seqs)
         first = -(-self._gone[g][rows] * self.page_bytes // self.groups[g].token_bytes)
         starts = on_device(rows.astype(np.int64) * row_tokens + first, self.device)
         return starts, on_device((self._length[rows] - first).astype(np.int32), self.device)
@@ -187,7 +198,7 @@ class VmmKVCache(VmmAllocator, KVCache):
             for row, begin, end in zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True):
                 if begin == end:
                     continue
-                handles = self._physical.handles(
+                handles = self.physical.handles(
                     self._table.of_row(row, self._columns[g], begin, end)
                 )
                 for c, (reservation, row_bytes, offset) in enumerate(self._runs[g]):
@@ -199,7 +210,7 @@ class VmmKVCache(VmmAllocator, KVCache):
 
     def _detach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
         """Unmap pages, once queued work that may read them has completed."""
-        self._driver.wait(self._driver.fence())
+        self.physical.driver.wait(self.physical.driver.fence())
         for row, begin, end in zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True):
             if begin == end:
                 continue
@@ -207,18 +218,53 @@ class VmmKVCache(VmmAllocator, KVCache):
                 at = row * row_bytes + offset + begin * self.page_bytes
                 reservation.unmap(at, end - begin)
 
+    # ------------------------------------------------------------------ contents of pages
+
+    def _spots(self, row: int, g: int, begin: int, end: int) -> list[torch.Tensor]:
+        """The bytes of pages ``begin … end − 1`` of a row, one tensor per column."""
+        spots = []
+        for reservation, row_bytes, offset in self._runs[g]:
+            at = row * row_bytes + offset
+            flat = self._bytes[self._reservations.index(reservation)]
+            spots.append(flat[at + begin * self.page_bytes : at + end * self.page_bytes])
+        return spots
+
+    def _read(self, row: int, g: int, begin: int, end: int) -> list[torch.Tensor]:
+        return [spot.cpu().clone() for spot in self._spots(row, g, begin, end)]
+
+    def _write_back(
+        self, row: int, g: int, begin: int, end: int, contents: list[torch.Tensor]
+    ) -> None:
+        for spot, saved in zip(self._spots(row, g, begin, end), contents, strict=True):
+            spot.copy_(saved)
+
+    def _scrub(self, row: int, g: int, begin: int, end: int) -> None:
+        if not self.scrub:
+            return
+        for n in range(begin, end):
+            pages = self._table.of_row(row, self._columns[g], n, n + 1)
+            if (self.pool.refs(pages) == 1).all() and not self.prefix_index.holds(pages):
+                for spot in self._spots(row, g, n, n + 1):
+                    spot.zero_()
+
+    def _scrub_evicted(self, pages: PageIds) -> None:
+        if self.scrub:  # mapped nowhere: the system hands out zeroed memory for the next handle
+            self.physical.release_memory(pages)
+
+    # ------------------------------------------------------------------ giving back
+
     def reclaim(self) -> int:
-        """Unmap every warm page and return the memory of all free pages to the system."""
+        """Unmap all warm pages, empty the prefix index, return free memory to the system."""
         num = super().reclaim()
-        self._physical.trim()
+        self.physical.trim()
         return num
 
     def close(self) -> None:
         """Unmap, release and free everything. Tensors handed out before must not be touched."""
-        for seq in list(self._seqs):
+        for seq in [*self._seqs, *self._away]:
             self.release(seq)
         self.reclaim()
-        self._k, self._v = [], []
+        self._k, self._v, self._bytes = [], [], []
         for memo in (self._targets, self._views):
             memo.clear()
         self._exit.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..pages import PageIds, PagePool
+from ..sequences import count
 from .driver import Driver
 
 
@@ -12,14 +13,28 @@ class PhysicalPool(PagePool):
     """A page pool whose pages are real: a handle is created when a page is first mapped.
 
     Handles stay when pages become free, since creating is the dearest call; ``trim`` returns
-    the memory of free pages to the system.
+    the memory of free pages to the system. Several caches may draw on one pool.
+
+    Parameters
+    ----------
+    driver
+        Where the memory comes from; it stays the caller's.
+    memory_bytes
+        Most memory that the pool takes, rounded down to whole pages.
+    page_bytes
+        A multiple of the driver's granularity.
     """
 
-    def __init__(self, driver: Driver, num_pages: int, page_bytes: int) -> None:
-        super().__init__(num_pages)
-        self._driver = driver
+    def __init__(self, driver: Driver, memory_bytes: int, page_bytes: int) -> None:
+        if page_bytes < 1 or page_bytes % driver.granularity:
+            raise ValueError(
+                f"pages of {page_bytes} bytes are no multiple of the driver's granularity, "
+                f"{driver.granularity}; choose a page size that is"
+            )
+        super().__init__(count("memory_bytes", memory_bytes) // page_bytes)
+        self.driver = driver
         self.page_bytes = page_bytes
-        self._handles = np.full(num_pages, -1, np.int64)
+        self._handles = np.full(self.num_pages, -1, np.int64)
 
     @property
     def num_created(self) -> int:
@@ -31,15 +46,18 @@ class PhysicalPool(PagePool):
         handles: list[int] = self._handles[pages].tolist()
         for i, handle in enumerate(handles):
             if handle < 0:
-                handles[i] = self._driver.create(self.page_bytes)
+                handles[i] = self.driver.create(self.page_bytes)
                 self._handles[pages[i]] = handles[i]
         return handles
 
     def trim(self) -> int:
         """Release the handles of free pages; returns how many."""
-        free = self.free_pages()
-        created = free[self._handles[free] >= 0]
+        return self.release_memory(self.free_pages())
+
+    def release_memory(self, pages: PageIds) -> int:
+        """Release the handles of unmapped pages, which takes their contents along."""
+        created = pages[self._handles[pages] >= 0]
         for page in created.tolist():
             handle, self._handles[page] = int(self._handles[page]), -1
-            self._driver.release(handle)
+            self.driver.release(handle)
         return len(created)

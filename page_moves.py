@@ -1,0 +1,202 @@
+"""Copying, cutting and moving sequences over pages: fork, truncate, offload, restore."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .contract import OutOfMemory, Seq
+from .geometry import KVGeometry
+from .page_books import PageBooks, PageGroup
+from .pages import PagePool
+from .sequences import Rows, check_fits, count
+
+
+@dataclass(frozen=True)
+class _Away:
+    """A sequence in host memory: what its pages held, by group."""
+
+    length: int
+    gone: list[int]
+    contents: list[Any]
+
+
+class PageMoves(PageBooks):
+    """The verbs of ``Allocator`` that copy, cut and move."""
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        pool: PagePool,
+        page_bytes: int,
+        groups: Sequence[PageGroup],
+        limit: int | None,
+    ) -> None:
+        super().__init__(geometry, pool, page_bytes, groups, limit)
+        self._away: dict[Seq, _Away] = {}
+
+    def _require_new(self, seq: Seq) -> None:
+        self._seqs.require_new(seq)
+        if seq in self._away:
+            raise ValueError(f"sequence {seq!r} is offloaded: restore or release it first")
+
+    def _row_of(self, seq: Seq) -> int:
+        if seq in self._away:
+            raise ValueError(f"sequence {seq!r} is offloaded: restore it first")
+        return self._seqs.row(seq)
+
+    def _rows_of(self, seqs: Sequence[Seq]) -> Rows:
+        if self._away:
+            for seq in seqs:
+                self._row_of(seq)
+        return self._seqs.rows(seqs)
+
+    def fork(self, parent: Seq, child: Seq) -> None:
+        """Copy a sequence; full pages are shared, the partly filled tail is copied."""
+        source = self._row_of(parent)
+        self._require_new(child)
+        length = int(self._length[source])
+        begins = [int(gone[source]) for gone in self._gone]
+        own = [self._own_from(source, g, length) for g in range(len(self.groups))]
+        self._require_free(
+            sum(
+                (int(held[source]) - start) * group.columns
+                for held, start, group in zip(self._held, own, self.groups, strict=True)
+            )
+        )
+        row = self._empty_place()
+        try:
+            self._set_gone(row, begins)
+            for g, (begin, end) in enumerate(zip(begins, own, strict=True)):
+                if end > begin:
+                    pages = self._table.of_row(source, self._columns[g], begin, end)
+                    self._share(row, g, begin, pages)
+            self._place(np.array([row]), np.array([length]))
+        except BaseException:
+            self._clear_row(row)
+            raise
+        for g, begin in enumerate(own):
+            end = int(self._held[g][source])
+            if end > begin:
+                self._write_back(row, g, begin, end, self._read(source, g, begin, end))
+        self._enter(child, row, length)
+
+    def _own_from(self, row: int, g: int, tokens: int) -> int:
+        """First page of the last, partly filled unit: from there on a row shares nothing."""
+        unit = self._unit_bytes[g]
+        full = tokens * self.groups[g].token_bytes // unit * unit // self.page_bytes
+        return max(full, int(self._gone[g][row]))
+
+    def _set_gone(self, row: int, begins: list[int]) -> None:
+        """Begin an empty row after the pages that a window left behind."""
+        for g, begin in enumerate(begins):
+            self._gone[g][row] = self._held[g][row] = self._ready[g][row] = begin
+            self._num_gone += begin * self.groups[g].columns
+
+    def truncate(self, seq: Seq, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens; cutting into a shared page takes a copy of it."""
+        row, tokens = self._row_of(seq), count("tokens", tokens)
+        length = int(self._length[row])
+        if tokens > length:
+            raise ValueError(f"cannot keep {tokens} tokens of sequence {seq!r}: it has {length}")
+        self._require_window(row, tokens)
+        if tokens == length:
+            return
+        own = [self._own_from(row, g, tokens) for g in range(len(self.groups))]
+        copies = [self._is_shared(row, g, begin, tokens) for g, begin in enumerate(own)]
+        self._require_copies(row, own, copies, tokens)
+        self._version += 1
+        kept = {
+            g: self._read(row, g, begin, self._end_of(g, tokens))
+            for g, begin in enumerate(own)
+            if copies[g]
+        }
+        for g, begin in enumerate(own):
+            self._retire_tail(row, g, begin if copies[g] else self._end_of(g, tokens))
+        self._place(np.array([row]), np.array([tokens]))
+        for g, contents in kept.items():
+            self._write_back(row, g, own[g], self._end_of(g, tokens), contents)
+        self._num_tokens -= length - tokens
+        self._length[row] = tokens
+
+    def _end_of(self, g: int, tokens: int) -> int:
+        return int(self._pages_for(np.array([tokens]), g)[0])
+
+    def _require_window(self, row: int, tokens: int) -> None:
+        """Refuse a cut after which the next token could not see its whole window."""
+        for g, group in enumerate(self.groups):
+            first = -(-int(self._gone[g][row]) * self.page_bytes // group.token_bytes)
+            if group.window is not None and first > max(0, tokens + 1 - group.window):
+                raise ValueError(
+                    f"cannot keep {tokens} tokens: the window of {group.window} has let go of "
+                    f"the first {first}; keep at least {first + group.window - 1}"
+                )
+
+    def _is_shared(self, row: int, g: int, begin: int, tokens: int) -> bool:
+        """Whether pages that will be written again have other readers, now or later."""
+        pages = self._table.of_row(row, self._columns[g], begin, self._end_of(g, tokens))
+        return bool((self.pool.refs(pages) > 1).any()) or self.prefix_index.holds(pages)
+
+    def _require_copies(self, row: int, own: list[int], copies: list[bool], tokens: int) -> None:
+        """Refuse a cut whose copies would not find pages, counting those that it frees."""
+        needed = freed = 0
+        for g, begin in enumerate(own):
+            end = self._end_of(g, tokens)
+            needed += (end - begin) * self.groups[g].columns * copies[g]
+            start = begin if copies[g] else end
+            tail = self._table.of_row(row, self._columns[g], start, int(self._held[g][row]))
+            freed += int((self.pool.refs(tail) == 1).sum())
+        if needed > (free := self.pool.num_free + self.pool.num_spare + freed):
+            raise OutOfMemory(needed, free, free, unit="pages")
+
+    def offload(self, seq: Seq) -> None:
+        """Move a sequence to host memory; its pages become free."""
+        row = self._row_of(seq)
+        away = _Away(
+            int(self._length[row]),
+            [int(gone[row]) for gone in self._gone],
+            [
+                self._read(row, g, int(self._gone[g][row]), int(self._held[g][row]))
+                for g in range(len(self.groups))
+            ],
+        )
+        self._version += 1
+        self._empty(seq)
+        self._away[seq] = away
+
+    def restore(self, seq: Seq, *, headroom: int = 0) -> None:
+        """Bring an offloaded sequence back; see ``Allocator.restore``."""
+        if seq not in self._away:
+            self._seqs.row(seq)
+            raise ValueError(f"sequence {seq!r} is not offloaded")
+        away = self._away[seq]
+        roomy = away.length + count("headroom", headroom)
+        check_fits(roomy, self.capacity, self.limit)
+        gone = sum(g * group.columns for g, group in zip(away.gone, self.groups, strict=True))
+        self._require_free(self._num_pages_for(roomy) - gone)
+        row = self._empty_place() if gone else self._choose_row(away.length)
+        self._make_row(row)
+        if gone:
+            self._set_gone(row, away.gone)
+        try:
+            self._place(np.array([row]), np.array([away.length]))
+        except BaseException:
+            if gone:
+                self._clear_row(row)
+            raise
+        for g, (begin, contents) in enumerate(zip(away.gone, away.contents, strict=True)):
+            end = int(self._held[g][row])
+            if end > begin:
+                self._write_back(row, g, begin, end, contents)
+        del self._away[seq]
+        self._enter(seq, row, away.length)
+
+    def _empty(self, seq: Seq) -> None:
+        """Take a sequence off its row."""
+        row = self._seqs.remove(seq)
+        self._num_tokens -= int(self._length[row])
+        self._length[row] = self._covered[row] = 0
+        self._empty_row(row)
