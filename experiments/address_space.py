@@ -1,0 +1,241 @@
+"""The picture of an address space: each request a colour, free slots white, holes in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from . import style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+EMPTY_TINT = 0.62
+SMALLEST_LABEL = 9.0  # points
+MOST_SHAPES = 4_000  # beyond, the slots of a panel become one picture inside the SVG
+MOST_CROSSES = 12
+
+
+class Run(NamedTuple):
+    """Neighbouring slots ``[low, high)`` that a request holds; the first of them store tokens."""
+
+    low: float
+    high: float
+    request: int
+    stored: float
+
+
+class Block(NamedTuple):
+    """A rectangle: steps ``[left, right)``, slots ``[low, high)``."""
+
+    left: int
+    right: int
+    low: float
+    high: float
+    request: int
+    stored: bool = True
+
+
+def read_rows(owners: dict[str, Any]) -> Iterator[tuple[int, list[Run]]]:
+    """Each recorded step and its runs by address; see ``figures.draw`` for the format."""
+    for step, row in zip(owners["steps"], owners["rows"], strict=True):
+        yield (
+            step,
+            sorted(
+                Run(low, high, request, stored[0] if stored else high - low)
+                for low, high, request, *stored in row
+            ),
+        )
+
+
+def merge(cells: Iterable[Block]) -> list[Block]:
+    """Join blocks one step wide, given in order of steps, to few: along time, then upwards."""
+    growing: dict[tuple[float, float, int, bool], Block] = {}
+    wide: list[Block] = []
+    for cell in cells:
+        key = cell[2:]
+        before = growing.get(key)
+        if before is not None and before.right == cell.left:
+            cell = before._replace(right=cell.right)
+        elif before is not None:
+            wide.append(before)
+        growing[key] = cell
+    wide += growing.values()
+    tall: list[Block] = []
+    for block in sorted(wide, key=lambda b: (b.left, b.right, b.request, b.stored, b.low)):
+        below = tall[-1] if tall else None
+        if below is not None and block == below._replace(low=below.high, high=block.high):
+            tall[-1] = below._replace(high=block.high)
+        else:
+            tall.append(block)
+    return tall
+
+
+def cells(rows: Iterable[tuple[int, list[Run]]]) -> Iterator[Block]:
+    """Stored and empty parts of each run at each step."""
+    for step, runs in rows:
+        for low, high, request, stored in runs:
+            if stored > 0:
+                yield Block(step, step + 1, low, low + stored, request)
+            if low + stored < high:
+                yield Block(step, step + 1, low + stored, high, request, stored=False)
+
+
+def lives(rows: Iterable[tuple[int, list[Run]]]) -> list[Block]:
+    """Where to write numbers: per stretch of steps in which a request holds slots from one start
+    on, the slots that it held half-way."""
+    stretches: dict[tuple[float, int], list[tuple[int, float]]] = {}
+    done: list[Block] = []
+
+    def close(low: float, request: int, seen: list[tuple[int, float]]) -> None:
+        done.append(Block(seen[0][0], seen[-1][0] + 1, low, seen[len(seen) // 2][1], request))
+
+    for step, runs in rows:
+        for low, high, request, _ in runs:
+            seen = stretches.setdefault((low, request), [])
+            if seen and seen[-1][0] + 1 != step:
+                close(low, request, seen)
+                seen.clear()
+            seen.append((step, high))
+    for (low, request), seen in stretches.items():
+        close(low, request, seen)
+    return merge(sorted(done))
+
+
+def borders(rows: list[tuple[int, list[Run]]]) -> list[list[tuple[float, float]]]:
+    """Lines where one request borders on another, in space or from one step to the next."""
+    lines: list[list[tuple[float, float]]] = []
+    level: dict[float, int] = {}  # where a line is open, and since which step
+    last: tuple[int, list[Run]] = (-2, [])
+    for step, runs in [*rows, (-1, [])]:
+        touching = {
+            upper.low
+            for lower, upper in pairwise(runs)
+            if lower.high == upper.low and lower.request != upper.request
+        }
+        adjoins = step == last[0] + 1
+        for at in [at for at in level if not adjoins or at not in touching]:
+            lines.append([(level.pop(at), at), (last[0] + 1, at)])
+        for at in touching:
+            level.setdefault(at, step)
+        if adjoins:
+            lines += [[(step, low), (step, high)] for low, high in _taken_over(last[1], runs)]
+        last = step, runs
+    return lines
+
+
+def _taken_over(before: list[Run], after: list[Run]) -> Iterator[tuple[float, float]]:
+    """Slots that belong to one request and then to another."""
+    old, new = iter(before), iter(after)
+    one, other = next(old, None), next(new, None)
+    while one is not None and other is not None:
+        low, high = max(one.low, other.low), min(one.high, other.high)
+        if low < high and one.request != other.request:
+            yield low, high
+        if one.high <= other.high:
+            one = next(old, None)
+        else:
+            other = next(new, None)
+
+
+def draw_address_space(compare: dict[str, Any], backends: list[dict[str, Any]]) -> Figure:
+    """Slots over steps, one panel per backend that recorded its owners."""
+    figure, panels = style.panels(len(backends), height=3.2)
+    steps = [step for backend in backends for step in backend["owners"]["steps"]] or [0]
+    most = max(backend["owners"]["slots"] for backend in backends)
+    for backend, axes in zip(backends, panels, strict=True):
+        axes.set_xlim(min(steps), max(steps) + 1)
+        axes.set_ylim(0, most)
+        _draw_runs(axes, list(read_rows(backend["owners"])))
+        _mark_refusals(axes, backend["owners"].get("refusals") or [])
+        style.title(axes, backend["spec"], style.outcome(backend))
+        axes.spines[["right", "top"]].set_visible(True)
+    style.name_axes(panels, "step", "token slot")
+    _legend(figure, any(backend["owners"].get("refusals") for backend in backends))
+    style.heading(figure, f"Who holds which slot{style.of_trace(compare)}")
+    return figure
+
+
+def _draw_runs(axes: Axes, rows: list[tuple[int, list[Run]]]) -> None:
+    from matplotlib.collections import LineCollection, PolyCollection
+
+    parts = merge(cells(rows))
+    crowded = len(parts) > MOST_SHAPES
+    colors = [
+        style.tint(style.request_color(part.request), 0.0 if part.stored else EMPTY_TINT)
+        for part in parts
+    ]
+    corners = [
+        [(b.left, b.low), (b.right, b.low), (b.right, b.high), (b.left, b.high)] for b in parts
+    ]
+    # Without antialiasing there are no hairlines between neighbouring rectangles.
+    axes.add_collection(
+        PolyCollection(
+            corners, facecolors=colors, linewidths=0, antialiaseds=False, rasterized=crowded
+        )
+    )
+    lines = LineCollection(
+        borders(rows), colors="white", linewidths=0.4 if crowded else 1.0, rasterized=crowded
+    )
+    axes.add_collection(lines)
+    (first, last), (_, slots) = axes.get_xlim(), axes.get_ylim()
+    for block in lives(rows):  # a panel is about 190 points wide and high
+        wide = (block.right - block.left) / (last - first) * 190
+        tall = (block.high - block.low) / slots * 190
+        if min(wide, tall) >= SMALLEST_LABEL:
+            _number(axes, block)
+
+
+def _number(axes: Axes, block: Block) -> None:
+    from matplotlib.patheffects import withStroke
+
+    middle = (block.left + block.right) / 2, (block.low + block.high) / 2
+    halo = withStroke(linewidth=2, foreground=style.request_color(block.request))
+    axes.text(
+        *middle, str(block.request + 1), ha="center", va="center_baseline", fontsize=8,
+        fontweight="bold", color="white", path_effects=[halo],
+    )  # fmt: skip
+
+
+def _mark_refusals(axes: Axes, refusals: list[list[int]]) -> None:
+    if not refusals:
+        return
+    steps = sorted({refusal[0] for refusal in refusals})
+    few = len(steps) <= MOST_CROSSES
+    axes.plot(
+        [step + 0.5 for step in steps], [1.0] * len(steps), "x" if few else "|",
+        transform=axes.get_xaxis_transform(), clip_on=False, color=style.REFUSED,
+        markersize=5, markeredgewidth=1.6 if few else 0.6,
+    )  # fmt: skip
+    step, request, *numbers = refusals[0]
+    said = f"{request + 1} refused"
+    if not few:
+        said = f"{len(refusals):,} refusals"
+    elif numbers:
+        needed, free, largest = numbers
+        said = f"{request + 1} needs {needed:,}\n{free:,} free, at most {largest:,} in a row"
+    elif len(steps) > 1:
+        return
+    axes.annotate(
+        said, (step + 0.5, 1.0), xycoords=axes.get_xaxis_transform(), xytext=(4, -5),
+        textcoords="offset points", va="top", fontsize=7.5, color=style.REFUSED,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+    )  # fmt: skip
+
+
+def _legend(figure: Figure, refusals: bool) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    gray = "#777777"
+    handles: list[Any] = [
+        Patch(facecolor=gray, label="stores a token (number: request)"),
+        Patch(facecolor=style.tint(gray, EMPTY_TINT), label="reserved, no token in it"),
+        Patch(facecolor="white", edgecolor=style.FAINT, linewidth=0.6, label="free"),
+    ]
+    if refusals:
+        handles.append(Line2D([], [], color=style.REFUSED, marker="x", ls="", mew=1.6))
+        handles[-1].set_label("refused")
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)

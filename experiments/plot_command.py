@@ -1,0 +1,134 @@
+"""``kvalloc plot``: draw the figures of a comparison again from its JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, TypeGuard
+
+import typer
+
+from .errors import BadInput
+
+_SERIES = ("step", "live", "reserved", "free", "largest_free")
+_COUNTS = (
+    "capacity_tokens",
+    "completed",
+    "rejected",
+    "growth_failures",
+    "preemptions",
+    "peak_reserved",
+    "peak_waste",
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``plot`` command."""
+    app.command("plot")(plot)
+
+
+def plot(
+    compare: Annotated[
+        Path, typer.Argument(metavar="COMPARE.JSON", help="Written by kvalloc compare.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the figures (default: that of the JSON).")
+    ] = None,
+) -> None:
+    """Draw the figures of a comparison again.
+
+    [cyan]kvalloc plot out/compare.json[/cyan] – beside the JSON
+
+    [cyan]kvalloc plot out/compare.json --out figures[/cyan] – somewhere else
+
+    Each figure is written as SVG and PNG; the same JSON gives the same bytes.
+    """
+    from .figures import draw
+
+    def notify(sentence: str) -> None:
+        typer.echo(f"kvalloc: {sentence}", err=True)
+
+    loaded = read_compare(compare)
+    for path in draw(loaded, out if out is not None else compare.parent, notify=notify):
+        typer.echo(path)
+
+
+def read_compare(path: Path) -> dict[str, Any]:
+    """Read a compare.json as far as the figures need it.
+
+    Raises
+    ------
+    BadInput
+        Not a file, not JSON, or not what ``kvalloc compare`` writes.
+    """
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: {error.strerror or error}; name a compare.json") from error
+    except ValueError as error:
+        raise BadInput(f"{path} is not JSON; name a file that kvalloc compare wrote") from error
+    if not isinstance(loaded, dict) or "backends" not in loaded:
+        raise BadInput(f"{path} is not a comparison; name a file that kvalloc compare wrote")
+    if loaded.get("schema") != 1:
+        raise BadInput(
+            f"{path} has schema {loaded.get('schema')!r}, this version reads 1; "
+            "run kvalloc compare again"
+        )
+    backends = loaded["backends"]
+    if not isinstance(backends, list) or not backends:
+        raise BadInput(f"{path} compares no backend; run kvalloc compare again")
+    for number, backend in enumerate(backends, start=1):
+        if wrong := _fault(backend):
+            raise BadInput(f"{path}, backend {number}: {wrong}; run kvalloc compare again")
+    return loaded
+
+
+def _fault(backend: Any) -> str | None:
+    """What keeps a backend from being drawn, or None."""
+    if not isinstance(backend, dict) or not isinstance(backend.get("spec"), str):
+        return "it has no spec"
+    for name in _COUNTS:
+        if not _is_count(backend.get(name)):
+            return f"{name} is not a count"
+    series = backend.get("series")
+    if not isinstance(series, dict) or any(
+        not isinstance(series.get(name), list) or not all(map(_is_count, series[name]))
+        for name in _SERIES
+    ):
+        return f"its series are not lists of counts named {', '.join(_SERIES)}"
+    if len({len(series[name]) for name in _SERIES}) != 1:
+        return "its series differ in length"
+    return _owners_fault(backend.get("owners"))
+
+
+def _owners_fault(owners: Any) -> str | None:
+    if owners is None:
+        return None
+    slots = owners.get("slots") if isinstance(owners, dict) else None
+    if slots is None or not _is_size(slots) or not slots:
+        return "its owners have no slots"
+    steps, rows, refusals = (owners.get(name, []) for name in ("steps", "rows", "refusals"))
+    if not all(isinstance(part, list) for part in (steps, rows, refusals)):
+        return "its owners are not lists"
+    if len(steps) != len(rows) or not all(map(_is_count, steps)):
+        return "its owners need one row for each step"
+    runs = [run for row in rows for run in (row if isinstance(row, list) else [None])]
+    for run in runs:
+        if not (_is_tuple(run, 3, 4) and run[0] < run[1] <= slots):
+            return "its owners are not rows of [start, stop, request] within the slots"
+    if not all(_is_tuple(refusal, 2, 5) for refusal in refusals):
+        return "its refusals are not [step, request, needed, free, largest]"
+    return None
+
+
+def _is_tuple(values: Any, *lengths: int) -> TypeGuard[list[float]]:
+    return isinstance(values, list) and len(values) in lengths and all(map(_is_size, values))
+
+
+def _is_size(value: Any) -> bool:
+    """Slots may be fractions of a token, where tokens straddle pages."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
