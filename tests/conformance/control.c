@@ -46,7 +46,7 @@ __attribute__((constructor)) static void configure(void) {
     settings.memory = number("KVALLOC_FAKE_MEMORY", 64 << 20);
     settings.granularity = number("KVALLOC_FAKE_GRANULARITY", 2 << 20);
     settings.recommended = number("KVALLOC_FAKE_RECOMMENDED", settings.granularity);
-    settings.addresses = number("KVALLOC_FAKE_ADDRESSES", (uint64_t)4 << 40);
+    settings.addresses = number("KVALLOC_FAKE_ADDRESSES", (uint64_t)64 << 40);
     settings.devices = number("KVALLOC_FAKE_DEVICES", 1);
     settings.peers = number("KVALLOC_FAKE_PEERS", 1);
     settings.managed = number("KVALLOC_FAKE_VMM", 1);

@@ -35,7 +35,7 @@ struct settings {
     uint64_t memory;      /* KVALLOC_FAKE_MEMORY       bytes per device, 64 MiB */
     uint64_t granularity; /* KVALLOC_FAKE_GRANULARITY  minimum granularity, 2 MiB */
     uint64_t recommended; /* KVALLOC_FAKE_RECOMMENDED  recommended one, as the minimum */
-    uint64_t addresses;   /* KVALLOC_FAKE_ADDRESSES    reservable bytes, 4 TiB */
+    uint64_t addresses;   /* KVALLOC_FAKE_ADDRESSES    reservable bytes, 64 TiB */
     uint64_t devices;     /* KVALLOC_FAKE_DEVICES      1 */
     uint64_t peers;       /* KVALLOC_FAKE_PEERS        1: devices reach each other */
     uint64_t managed;     /* KVALLOC_FAKE_VMM          1: virtual memory management offered */
