@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -86,7 +87,7 @@ def unknown_format(source: Source, line: int | None = None) -> BadInput:
     )
 
 
-class _Lines:
+class _Lines(ABC):
     """One request per line, a fixed set of keys."""
 
     telling: frozenset[str]
@@ -95,10 +96,12 @@ class _Lines:
     def __init__(self, source: Source, row: dict[str, Any]) -> None:
         self.columns = Columns(source, "s")
 
+    @abstractmethod
     def add(self, line: int, row: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """Read one line."""
 
     def trace(self) -> Trace:
+        """All requests, sorted or refused."""
         return self.columns.trace()
 
 
