@@ -130,13 +130,13 @@ def grow_rounds(page_bytes: int) -> Generator[Times]:
             new = bare_grow("create", "map", "allow")
             times["grow"] = grow(creates=NUM_BUFFERS, maps=NUM_BUFFERS), new
             times["grow inside"] = grow(), None
+            bare_grow("unmap")  # here, so that both sides find their pages equally cold below
             cache.release("a")
             cache.admit("a", PAGE_TOKENS)
             times["grow warm"] = grow(), None
             cache.release("a")
             VmmAllocator.reclaim(cache)  # unmaps, but keeps the pages
             cache.admit("a", PAGE_TOKENS)
-            bare_grow("unmap")
             pooled = bare_grow("map", "allow")
             times["grow pooled"] = grow(maps=NUM_BUFFERS), pooled
             cache.release("a")
