@@ -7,8 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..contiguous.allocator import POLICIES, ContiguousAllocator
+from ..contiguous.allocator import ContiguousAllocator
 from ..contiguous.placement import PLACEMENTS
+from ..contiguous.policies import POLICIES
 from ..contract import Allocator, KVCache
 from ..geometry import SLOTS, KVGeometry
 from ..paged import PagedAllocator
