@@ -56,6 +56,8 @@ class Scheduler:
     on_failure
         A refused growth makes room by preempting (``recompute``) or loses the sequence
         (``drop``).
+    max_running
+        Admission waits while so many requests run; None for no bound.
     prefill
         Called with request and prompt length when a prompt was placed.
     """
@@ -69,6 +71,7 @@ class Scheduler:
         *,
         on_full: OnFull = "queue",
         on_failure: OnFailure = "recompute",
+        max_running: int | None = None,
         prefill: Prefill | None = None,
     ) -> None:
         self.allocator = allocator
@@ -80,6 +83,7 @@ class Scheduler:
         """First refusals of this step: request and reason."""
         self._prompt, self._output, self._max_new = prompt, output, max_new
         self._on_full, self._on_failure = on_full, on_failure
+        self._max_running = max_running
         self._prefill = prefill
         self._left: Ints = np.zeros(0, np.int64)  # tokens to produce, in the order of `active`
         self._produced: dict[int, int] = {}  # of preempted requests
@@ -90,10 +94,14 @@ class Scheduler:
         """Run one step; ``arrivals`` are the requests that arrive in it."""
         self.refusals.clear()
         joined: list[int] = []
-        while self.waiting and self._worth_trying() and self._admit(self.waiting[0], joined):
+        while self.waiting and self._has_room(joined) and self._worth_trying():
+            if not self._admit(self.waiting[0], joined):
+                break
             self.waiting.popleft()
         for request in arrivals:
-            if self._on_full == "reject":
+            if not self._has_room(joined):
+                self.waiting.append(request)
+            elif self._on_full == "reject":
                 self._admit(request, joined)
             elif self.waiting or not self._admit(request, joined):
                 self.waiting.append(request)
@@ -106,6 +114,9 @@ class Scheduler:
         self._grow_all()
 
     # ------------------------------------------------------------------ admission
+
+    def _has_room(self, joined: list[int]) -> bool:
+        return self._max_running is None or len(self.active) + len(joined) < self._max_running
 
     def _worth_trying(self) -> bool:
         """Nothing was freed since the head of the queue was refused: it would be again."""
