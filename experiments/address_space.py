@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 EMPTY_TINT = 0.62
+PANEL_POINTS = 190.0  # about the width and the height of a panel
 SMALLEST_LABEL = 9.0  # points
 MOST_SHAPES = 4_000  # beyond, the slots of a panel become one picture inside the SVG
 MOST_CROSSES = 12
@@ -153,7 +154,12 @@ def draw_address_space(compare: dict[str, Any], backends: list[dict[str, Any]]) 
         style.title(axes, backend["spec"], style.outcome(backend))
         axes.spines[["right", "top"]].set_visible(True)
     style.name_axes(panels, "step", "token slot")
-    _legend(figure, any(backend["owners"].get("refusals") for backend in backends))
+    owners = [backend["owners"] for backend in backends]
+    _legend(
+        figure,
+        stored=any(len(run) > 3 for one in owners for row in one["rows"] for run in row),
+        refusals=any(one.get("refusals") for one in owners),
+    )
     style.heading(figure, f"Who holds which slot{style.of_trace(compare)}")
     return figure
 
@@ -161,6 +167,9 @@ def draw_address_space(compare: dict[str, Any], backends: list[dict[str, Any]]) 
 def _draw_runs(axes: Axes, rows: list[tuple[int, list[Run]]]) -> None:
     from matplotlib.collections import LineCollection, PolyCollection
 
+    (first, last), (_, slots) = axes.get_xlim(), axes.get_ylim()
+    thinnest = min((r.high - r.low for _, runs in rows for r in runs), default=0)
+    thinnest *= PANEL_POINTS / slots
     parts = merge(cells(rows))
     crowded = len(parts) > MOST_SHAPES
     colors = [
@@ -170,20 +179,19 @@ def _draw_runs(axes: Axes, rows: list[tuple[int, list[Run]]]) -> None:
     corners = [
         [(b.left, b.low), (b.right, b.low), (b.right, b.high), (b.left, b.high)] for b in parts
     ]
-    # Without antialiasing there are no hairlines between neighbouring rectangles.
+    # Without antialiasing there are no hairlines between neighbours, but thin ones would vanish.
     axes.add_collection(
         PolyCollection(
-            corners, facecolors=colors, linewidths=0, antialiaseds=False, rasterized=crowded
+            corners, facecolors=colors, linewidths=0, antialiaseds=thinnest < 1, rasterized=crowded
         )
     )
-    lines = LineCollection(
-        borders(rows), colors="white", linewidths=0.4 if crowded else 1.0, rasterized=crowded
+    width = min(0.4 if crowded else 1.0, thinnest / 4)  # never hides what it separates
+    axes.add_collection(
+        LineCollection(borders(rows), colors="white", linewidths=width, rasterized=crowded)
     )
-    axes.add_collection(lines)
-    (first, last), (_, slots) = axes.get_xlim(), axes.get_ylim()
-    for block in lives(rows):  # a panel is about 190 points wide and high
-        wide = (block.right - block.left) / (last - first) * 190
-        tall = (block.high - block.low) / slots * 190
+    for block in lives(rows):
+        wide = (block.right - block.left) / (last - first) * PANEL_POINTS
+        tall = (block.high - block.low) / slots * PANEL_POINTS
         if min(wide, tall) >= SMALLEST_LABEL:
             _number(axes, block)
 
@@ -210,12 +218,14 @@ def _mark_refusals(axes: Axes, refusals: list[list[int]]) -> None:
         markersize=5, markeredgewidth=1.6 if few else 0.6,
     )  # fmt: skip
     step, request, *numbers = refusals[0]
-    said = f"{request + 1} refused"
+    said = f"request {request + 1} refused"
     if not few:
         said = f"{len(refusals):,} refusals"
     elif numbers:
         needed, free, largest = numbers
-        said = f"{request + 1} needs {needed:,}\n{free:,} free, at most {largest:,} in a row"
+        said = (
+            f"request {request + 1} needs {needed:,}\n{free:,} free, at most {largest:,} in a row"
+        )
     elif len(steps) > 1:
         return
     axes.annotate(
@@ -225,17 +235,19 @@ def _mark_refusals(axes: Axes, refusals: list[list[int]]) -> None:
     )  # fmt: skip
 
 
-def _legend(figure: Figure, refusals: bool) -> None:
+def _legend(figure: Figure, *, stored: bool, refusals: bool) -> None:
+    """``stored``: it was recorded how many of the slots store a token."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     gray = "#777777"
-    handles: list[Any] = [
-        Patch(facecolor=gray, label="stores a token (number: request)"),
-        Patch(facecolor=style.tint(gray, EMPTY_TINT), label="reserved, no token in it"),
-        Patch(facecolor="white", edgecolor=style.FAINT, linewidth=0.6, label="free"),
-    ]
+    what = "stores a token" if stored else "held"
+    handles: list[Any] = [Patch(facecolor=gray, label=f"{what} (number: request)")]
+    if stored:
+        empty = style.tint(gray, EMPTY_TINT)
+        handles.append(Patch(facecolor=empty, label="reserved, no token in it"))
+    handles.append(Patch(facecolor="white", edgecolor=style.FAINT, linewidth=0.6, label="free"))
     if refusals:
-        handles.append(Line2D([], [], color=style.REFUSED, marker="x", ls="", mew=1.6))
-        handles[-1].set_label("refused")
+        cross = Line2D([], [], color=style.REFUSED, marker="x", ls="", mew=1.6, label="refused")
+        handles.append(cross)
     figure.legend(handles=handles, loc="outside lower center", ncols=4)

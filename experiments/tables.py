@@ -68,32 +68,27 @@ def compare_table(compare: dict[str, Any]) -> Table:
 
 
 def what_to_look_at(compare: dict[str, Any]) -> str:
-    """One sentence: the largest difference between the backends, by its kind."""
+    """One sentence: where the backends differ, and who stands out."""
     backends = compare["backends"]
+    seen = []
     refused = max(backends, key=lambda b: b["fragmentation_failures"])
-    if refused["fragmentation_failures"]:
-        number = refused["fragmentation_failures"]
+    if number := refused["fragmentation_failures"]:
         often = "once" if number == 1 else f"{number:,} times"
-        return (
-            f"Look at refused, yet free: {refused['spec']} was refused {often} although enough "
-            "memory was free."
-        )
-    most = max(backends, key=lambda b: b["peak_waste"])
-    least = min(backends, key=lambda b: b["peak_waste"])
+        seen.append(f"refused, yet free ({refused['spec']} {often})")
+    most, least = (pick(backends, key=lambda b: b["peak_waste"]) for pick in (max, min))
     if most["peak_waste"] > least["peak_waste"]:
-        return (
-            f"Look at peak waste: {most['spec']} held {most['peak_waste']:,} slots without a "
-            f"token at once, {least['spec']} {least['peak_waste']:,}."
-        )
+        worst, best = (f"{b['spec']} {b['peak_waste']:,}" for b in (most, least))
+        seen.append(f"peak waste ({worst}, {best})")
+    if seen:
+        return f"Look at {' and '.join(seen)}."
     timed = [b for b in backends if b["tpot_ms"]["p50"] is not None]
     if len(timed) > 1:
-        slow = max(timed, key=lambda b: b["tpot_ms"]["p50"])
-        fast = min(timed, key=lambda b: b["tpot_ms"]["p50"])
+        slow, fast = (pick(timed, key=lambda b: b["tpot_ms"]["p50"]) for pick in (max, min))
         return (
-            f"The books agree; look at TPOT: {fast['tpot_ms']['p50']:.2f} ms a token with "
+            f"The books agree; look at TPOT: {fast['tpot_ms']['p50']:.2f} ms with "
             f"{fast['spec']}, {slow['tpot_ms']['p50']:.2f} with {slow['spec']}."
         )
-    return "The books agree: this trace needs less than the memory, give it less to see more."
+    return "The books agree: nothing was refused for fragmentation, and waste is the same."
 
 
 def _section(backends: list[Backend], columns: tuple[Column, ...]) -> Table:

@@ -44,7 +44,10 @@ def test_draws_both_figures_with_labels(tmp_path: Path) -> None:
         for label in ("contiguous:max", "paged:4", "vmm:4", "step", "hole", "1 rejected"):
             assert label in text
     assert "capacity" in words(paths[0]) and "peaks: 64 reserved, 44 wasted" in words(paths[0])
-    assert "5 needs 20" in words(paths[2]) and "32 free, at most 16 in a row" in words(paths[2])
+    assert "reserved, no token in it" in words(paths[2])
+    assert "request 5 needs 20" in words(paths[2]) and "32 free, at most 16 in a row" in words(
+        paths[2]
+    )
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == sorted(NAMES)
 
 
@@ -97,6 +100,7 @@ def test_crowded_runs_fractions_of_slots_and_many_refusals(tmp_path: Path) -> No
     owners["refusals"] = [[step, 3] for step in range(40)]
     paths = draw(compare, tmp_path)
     assert "40 refusals" in words(paths[2])
+    assert "stores a token" not in words(paths[2]), "it was not recorded"
     assert paths[2].stat().st_size < 1_000_000
 
 
