@@ -132,8 +132,8 @@ def _launch(
         view.k,
         view.v,
         table,
-        view.first,
-        view.lengths,
+        view.first.contiguous(),
+        view.lengths.contiguous(),
         tiles,
         scale * math.log2(math.e),
         min(window, 2**31 - 1),
@@ -150,7 +150,8 @@ def _launch(
     )
     if variant.split:
         combine: Any = combine_splits[(q.shape[0] * q.shape[1],)]
-        combine(out, partial, partial_lse, num_splits, **variant.combine_constants(), num_warps=4)
+        options = variant.combine_options()
+        combine(out, partial, partial_lse, num_splits, **variant.combine_constants(), **options)
 
 
 def _tile_table(lens: list[int], group: int, block_m: int, device: torch.device) -> torch.Tensor:

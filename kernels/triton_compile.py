@@ -30,13 +30,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from . import triton_kernels
+from .triton_kernels import attend_pages, combine_splits
 from .triton_tiles import Variant
 
 TARGETS = (80, 90, 100)
 PREFILL_TOKENS = 4096
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_TYPES = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
-_ALIGNED = [["tt.divisibility", 16]]
+_STRIDES = ("q_token", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
 
 
 def standard_variants(targets: Iterable[int] = TARGETS) -> Iterator[Variant]:
@@ -59,34 +59,41 @@ def other_variants(targets: Iterable[int] = TARGETS) -> Iterator[Variant]:
 
 
 def measure(variant: Variant) -> dict[str, Any]:
-    """Compile ``attend_pages`` and ask the assembler what it takes.
+    """Compile the kernels of a variant and ask the assembler what they take.
 
     Returns
     -------
     dict
-        The fields of the variant and of its tiles, ``registers`` per thread, ``spill_bytes``
-        per thread (stack and local memory), ``shared_bytes`` per program, and ``pipelined``:
-        loads are issued ahead of their use.
+        The fields of the variant and of its tiles, ``registers`` per thread and
+        ``shared_bytes`` per program of ``attend_pages``, ``pipelined`` (loads are issued ahead
+        of their use), and ``spill_bytes`` per thread: stack and local memory, those of
+        ``combine_splits`` included where contexts are split.
 
     Raises
     ------
     RuntimeError
         Under the interpreter, which has no compiler.
     """
-    compiled = _compile(variant)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        dump = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
-    used = {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", dump)}
+    constants: dict[str, Any] = variant.constants(upcast=False)
+    if not variant.split:
+        constants |= {"partial": None, "partial_lse": None}
+    if not variant.ragged:
+        constants["tiles"] = None
+    kernel = _compile(attend_pages, variant, constants, variant.options())
+    used = _resources(kernel)
+    spills = used["STACK"] + used["LOCAL"]
+    if variant.split:
+        constants = {**variant.combine_constants()}
+        combine = _compile(combine_splits, variant, constants, variant.combine_options())
+        spills += _resources(combine)["STACK"] + _resources(combine)["LOCAL"]
     fields = {name: getattr(variant, name) for name in Variant.__dataclass_fields__}
     return {
         **fields,
         **variant.tiles._asdict(),
         "registers": used["REG"],
-        "spill_bytes": used["STACK"] + used["LOCAL"],
-        "shared_bytes": compiled.metadata.shared,
-        "pipelined": "async_copy_global_to_local" in compiled.asm["ttgir"],
+        "spill_bytes": spills,
+        "shared_bytes": kernel.metadata.shared,
+        "pipelined": "async_copy_global_to_local" in kernel.asm["ttgir"],
     }
 
 
@@ -104,34 +111,42 @@ def source_hash() -> str:
     return hashlib.sha256(ast.dump(ast.parse(source)).encode()).hexdigest()
 
 
-def _compile(variant: Variant) -> Any:
-    kernel: Any = triton_kernels.attend_pages
+def _compile(
+    kernel: Any, variant: Variant, constants: dict[str, Any], options: dict[str, Any]
+) -> Any:
     if not isinstance(kernel, triton.JITFunction):
         raise RuntimeError("the interpreter cannot compile: unset TRITON_INTERPRET")
-    constants: dict[str, Any] = variant.constants(upcast=False)
-    if not variant.split:
-        constants |= {"partial": None, "partial_lse": None}
-    if not variant.ragged:
-        constants["tiles"] = None
-    types = dict.fromkeys(("out", "q", "k", "v"), _TYPES[variant.dtype])
-    types |= dict.fromkeys(("partial", "partial_lse"), "*fp32")
-    types |= dict.fromkeys(("block_table", "first", "lengths", "tiles"), "*i32")
-    types["log2_scale"] = "fp32"
     signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
+        name: "constexpr" if name in constants else _argument_type(name, variant.dtype)
         for name in kernel.arg_names
     }
     # As at a launch: torch aligns buffers, and strides are multiples of the head dim.
-    strides = {f"{tensor}_{dim}" for tensor in "kv" for dim in ("page", "slot", "head")}
-    strides |= {"q_token", "q_head"}
     attributes = {
-        (i,): _ALIGNED
+        (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*") or name in strides
+        if signature[name].startswith("*") or name in _STRIDES
     }
     source = ASTSource(kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", variant.arch, 32)
-    return triton.compile(source, target=target, options=variant.options())
+    return triton.compile(source, target=GPUTarget("cuda", variant.arch, 32), options=options)
+
+
+def _argument_type(name: str, dtype: str) -> str:
+    if name in ("out", "q", "k", "v"):
+        return {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}[dtype]
+    if name in ("partial", "partial_lse"):
+        return "*fp32"
+    if name in ("block_table", "first", "lengths", "tiles"):
+        return "*i32"
+    return "fp32" if name == "log2_scale" else "i32"
+
+
+def _resources(compiled: Any) -> dict[str, int]:
+    """``REG``, ``STACK``, ``LOCAL``… as the assembler counted them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        dump = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
+    return {name: int(count) for name, count in re.findall(r"\b([A-Z]+):(\d+)", dump)}
 
 
 def _run_tool(name: str, *arguments: str) -> str:

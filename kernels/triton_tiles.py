@@ -111,6 +111,10 @@ class Variant:
         # ahead (Triton gives each of the two dependent loads (num_stages − 1) // 2 steps).
         return {"num_warps": self.tiles.num_warps, "num_stages": 3, "enable_fp_fusion": True}
 
+    def combine_options(self) -> dict[str, bool | int]:
+        """Launch options of ``combine_splits``."""
+        return {"num_warps": 4, "enable_fp_fusion": True}
+
 
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least ``n``."""
