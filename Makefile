@@ -13,7 +13,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvalloc-ready
 # Workers share the cores with numba's and torch's own threads: more than four gain nothing.
-PYTEST := $(BIN)/pytest -n auto --maxprocesses 4
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

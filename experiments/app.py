@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from . import bench_driver, compare_command, plot_command, size_command, trace_command
+
 app = typer.Typer(
     name="kvalloc",
     no_args_is_help=True,
@@ -23,10 +25,6 @@ bench = typer.Typer(
     no_args_is_help=True,
     help="Time one part alone: an attention kernel, the memory driver.",
 )
-
-# Each module offers `register(app)`. They import torch only inside the commands that need it.
-COMMANDS = ("compare_command", "plot_command", "size_command", "trace_command")
-BENCHES = ("bench_attention", "bench_driver")
 
 
 def _print_version(wanted: bool) -> None:
@@ -62,13 +60,10 @@ def _overview(
     """
 
 
-def _register(names: tuple[str, ...], target: typer.Typer) -> None:
-    for name in names:
-        if find_spec(f"{__package__}.{name}"):
-            import_module(f".{name}", __package__).register(target)
-
-
-_register(COMMANDS, app)
-_register(BENCHES, bench)
-if bench.registered_commands:
-    app.add_typer(bench)
+# Each module offers `register(app)`, and imports torch only inside the commands that need it.
+for module in (compare_command, plot_command, size_command, trace_command):
+    module.register(app)
+bench_driver.register(bench)
+if find_spec(f"{__package__}.bench_attention"):
+    import_module(".bench_attention", __package__).register(bench)
+app.add_typer(bench)
