@@ -1,0 +1,190 @@
+"""What does the bookkeeping cost a token, the scheduler's loop included?
+
+The canonical trace: 10,000 requests at once, prompts of 500 to 1,500 tokens, outputs of 100 to
+300, on 8,192 pages of 16 tokens, at most 128 running; a sequence that cannot grow preempts the
+youngest, which starts again. Each backend runs in a process of its own, so that its peak of
+resident memory is its own.
+"""
+
+from __future__ import annotations
+
+import json as json_module
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import typer
+
+from .environment import environment
+from .errors import BadInput
+from .output import emit_json
+from .row_tables import Column, Columns
+from .scheduler import Counts, Scheduler
+
+Row = dict[str, Any]
+PAGE_TOKENS = 16
+NUM_SLOTS = 8_192 * PAGE_TOKENS
+MAX_RUNNING = 128
+DEFAULT_BACKENDS = ("paged:16", "vmm:16", "contiguous:max", "contiguous:pow2")
+COLUMNS: Columns = (
+    Column("backend", "backend"),
+    Column("µs per token-step", "us_per_token_step"),
+    Column("requests/s", "requests_per_s"),
+    Column("peak RSS, MiB", "peak_rss_mib"),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Backends by SPEC (pages count tokens), requests of the trace, and timed repetitions."""
+
+    backends: tuple[str, ...] = DEFAULT_BACKENDS
+    requests: int = 10_000
+    repeats: int = 5
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the ``allocators`` bench."""
+    bench.command("allocators")(allocators_command)
+
+
+def run(config: Config, progress: Callable[[int], None] = lambda num_done: None) -> list[Row]:
+    """Time each backend in a fresh process; the median of the repetitions.
+
+    Returns
+    -------
+    list of dict
+        ``backend, us_per_token_step, requests_per_s, peak_rss_mib``. A token-step is one token
+        produced; memory is the peak of the whole process, interpreter and trace included.
+
+    Raises
+    ------
+    BadInput
+        A backend that does not exist.
+    """
+    from .specs import parse_spec
+
+    if config.repeats < 1:
+        raise BadInput(f"{config.repeats} repetitions time nothing: give at least 1")
+    for spec in config.backends:
+        parse_spec(spec, slots=True)
+    rows = []
+    for done, spec in enumerate(config.backends):
+        progress(done)
+        rows.append(_in_a_process(spec, config))
+    progress(len(config.backends))
+    return rows
+
+
+def _in_a_process(spec: str, config: Config) -> Row:
+    command = [sys.executable, "-m", __name__, spec, str(config.requests), str(config.repeats)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = done.stderr.strip().splitlines() or ["no reason given"]
+        raise BadInput(f"{spec}: the process that times it failed: {reason[-1]}")
+    row: Row = json_module.loads(done.stdout)
+    return row
+
+
+def time_one(spec: str, requests: int, repeats: int) -> Row:
+    """Time a backend in this process."""
+    seconds, tokens = [], 0
+    for _ in range(repeats):
+        took, counts = replay_canonical(spec, requests)
+        seconds.append(took)
+        tokens = counts.tokens
+    return {
+        "backend": spec,
+        "us_per_token_step": median(seconds) / tokens * 1e6,
+        "requests_per_s": requests / median(seconds),
+        "peak_rss_mib": peak_rss_mib(),
+    }
+
+
+def replay_canonical(spec: str, requests: int) -> tuple[float, Counts]:
+    """Seconds and counts of the canonical trace on a fresh allocator."""
+    from .generators import generate
+    from .specs import parse_spec, token_geometry
+
+    trace = generate("canonical", requests=requests).with_max_new(None)
+    geometry, memory = token_geometry(NUM_SLOTS)
+    allocator = parse_spec(spec, slots=True).allocator(geometry, memory)
+    start = perf_counter()
+    scheduler = Scheduler(
+        allocator, trace.prompt, trace.output, trace.max_new, max_running=MAX_RUNNING
+    )
+    scheduler.step(range(requests))
+    while scheduler.active or scheduler.waiting:
+        scheduler.step(range(0))
+    took = perf_counter() - start
+    assert scheduler.counts.completed == requests, "the trace did not drain"
+    return took, scheduler.counts
+
+
+def peak_rss_mib() -> float | None:
+    """Peak of resident memory of this process; None where the system does not say.
+
+    Not ``ru_maxrss``: a child inherits the peak of the process that started it.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    lines = [line.split() for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(lines[0][1]) / 1024 if lines else None
+
+
+def allocators_command(
+    backend: Annotated[
+        list[str] | None,
+        typer.Option("--backend", "-b", metavar="SPEC", help="Pages count tokens. Repeat it."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 10_000,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs, of which the median.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder for bench_allocators.json.")] = Path("out"),
+    json: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
+    ] = None,
+) -> None:
+    """Time the bookkeeping of each backend, the scheduler's loop included.
+
+    [cyan]kvalloc bench allocators[/cyan] – 10,000 requests, about 2 million tokens
+
+    [cyan]kvalloc bench allocators -b paged:16 -b vmm:16 --json -[/cyan]
+    """
+    config = Config(tuple(backend or DEFAULT_BACKENDS), requests, repeats)
+    rows = _run_with_bar(config, quiet=json == "-")
+    document = {
+        "schema": 1,
+        "experiment": "bench_allocators",
+        "environment": environment(),
+        "settings": asdict(config),
+        "rows": rows,
+    }
+    emit_json(document, json if json is not None else str(out / "bench_allocators.json"))
+    if json != "-":
+        from rich.console import Console
+
+        from .row_tables import terminal_table
+
+        Console().print(terminal_table(COLUMNS, rows, "Bookkeeping, canonical trace"))
+
+
+def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
+        task = bar.add_task("backends", total=len(config.backends))
+        return run(config, lambda num_done: bar.update(task, completed=num_done))
+
+
+if __name__ == "__main__":
+    _, one, num_requests, num_repeats = sys.argv
+    print(json_module.dumps(time_one(one, int(num_requests), int(num_repeats))))

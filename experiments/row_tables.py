@@ -1,0 +1,89 @@
+"""Rows of an experiment as a table: on a terminal, and in Markdown for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from .output import format_bytes
+
+Row = dict[str, Any]
+
+
+def plain(value: Any) -> str:
+    """Text as it is, counts with separators, other numbers to three digits, None as a dash.
+
+    >>> plain(12345), plain(0.01234), plain(1234.5), plain(None), plain("paged:16")
+    ('12,345', '0.0123', '1,234', '–', 'paged:16')
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def percent(value: float | None) -> str:
+    """A share of 1 with one decimal.
+
+    >>> percent(0.9634)
+    '96.3 %'
+    """
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def size(value: float | None) -> str:
+    """Bytes in their largest unit.
+
+    >>> size(65536)
+    '64 KiB'
+    """
+    return "–" if value is None else format_bytes(value)
+
+
+class Column(NamedTuple):
+    """One column: its header, the key of a row, and how a value is written."""
+
+    header: str
+    key: str
+    write: Callable[[Any], str] = plain
+
+
+Columns = tuple[Column, ...]
+
+
+def terminal_table(columns: Columns, rows: Iterable[Row], title: str) -> Table:
+    """The rows for a terminal."""
+    rows = list(rows)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    for column in columns:
+        table.add_column(
+            column.header, justify="right" if _numeric(column, rows) else "left", overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(column.write(row.get(column.key)) for column in columns))
+    return table
+
+
+def markdown_table(columns: Columns, rows: Iterable[Row]) -> str:
+    """The rows as a Markdown table, without a trailing newline."""
+    rows = list(rows)
+    lines = [
+        "| " + " | ".join(column.header for column in columns) + " |",
+        "|" + "|".join("--:" if _numeric(c, rows) else "---" for c in columns) + "|",
+    ]
+    for row in rows:
+        lines.append("| " + " | ".join(c.write(row.get(c.key)) for c in columns) + " |")
+    return "\n".join(lines)
+
+
+def _numeric(column: Column, rows: list[Row]) -> bool:
+    values = [row.get(column.key) for row in rows]
+    return any(isinstance(v, int | float) for v in values) and not any(
+        isinstance(v, str) for v in values
+    )

@@ -1,0 +1,95 @@
+"""``kvalloc run`` and ``kvalloc list``: one command per question."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .output import emit_json
+from .registry import NAMES, Experiment, Report, Row, find, result
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``run`` and ``list`` commands."""
+    app.command("run")(run_command)
+    app.command("list")(list_command)
+
+
+def list_command() -> None:
+    """List the questions that [cyan]kvalloc run[/cyan] answers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False)
+    table.add_column("kvalloc run", style="bold", no_wrap=True)
+    table.add_column("question")
+    for name in NAMES:
+        experiment = find(name)
+        suffix = " [dim](simulated)[/dim]" if experiment.module.SIMULATED else ""
+        table.add_row(name, experiment.question + suffix)
+    Console().print(table)
+
+
+def run_command(
+    name: Annotated[str, typer.Argument(help="Which question: kvalloc list.")],
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small form, seconds long, to see that it works.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for NAME.json and the figure.")] = Path("out"),
+    json: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
+    ] = None,
+) -> None:
+    """Answer one question: rows as JSON, a figure, a table.
+
+    [cyan]kvalloc run policies[/cyan] – how much of the memory holds tokens, policy by policy
+
+    [cyan]kvalloc run block-size --quick[/cyan] – small, to see that it works
+
+    Recorded traces are looked for in the folder that KVALLOC_TRACES names
+    (default ../shared/traces); where there are none, generated ones stand in, with a notice.
+    """
+    experiment = find(name)
+    config = experiment.module.QUICK if quick else experiment.module.CONFIG
+    report = Report()
+    rows = run_with_bar(experiment, config, report, quiet=json == "-")
+    document = result(experiment, {"quick": quick, **asdict(config)}, report, rows)
+    if json is not None:
+        emit_json(document, json)
+        return
+    path = out / f"{experiment.stem}.json"
+    emit_json(document, path)
+    _show(experiment, report, rows, [path, *experiment.module.plot(rows, out)])
+
+
+def run_with_bar(
+    experiment: Experiment, config: object, report: Report, *, quiet: bool
+) -> list[Row]:
+    """Run with a progress bar on standard error."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
+        task = bar.add_task(experiment.name, total=None)
+        report.progress = lambda done, total: bar.update(task, completed=done, total=total)
+        return experiment.module.run(config, report)
+
+
+def _show(experiment: Experiment, report: Report, rows: list[Row], paths: list[Path]) -> None:
+    from rich.console import Console
+
+    from .row_tables import terminal_table
+
+    console = Console()
+    title = experiment.name + (" (simulated)" if experiment.module.SIMULATED else "")
+    console.print(experiment.question, style="bold")
+    console.print(terminal_table(experiment.module.COLUMNS, rows, title))
+    console.print(experiment.refuted_if, style="italic")
+    for notice in report.notices:
+        console.print(notice, style="dim")
+    console.print(f"Written to {paths[0].parent}/: " + ", ".join(path.name for path in paths))
