@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +53,14 @@ class PageBooks(Allocator):
     ``ready`` (in place). Pages between the last two are *warm*: free, but already there.
 
     A page with several holders is full for all of them, and so never written again.
+
+    Attributes
+    ----------
+    attaches : bool
+        Pages take work to be put in place (``_attach``, ``_detach``): true of mapped caches.
     """
+
+    attaches = False
 
     def __init__(
         self,
@@ -80,6 +86,9 @@ class PageBooks(Allocator):
             *(math.lcm(group.token_bytes, page_bytes) // group.token_bytes for group in groups)
         )
         self._unit_bytes = [unit_tokens * group.token_bytes for group in groups]
+        # Tokens per page where there is one buffer and pages hold whole tokens, else None.
+        whole = self.num_columns == 1 and page_bytes % groups[0].token_bytes == 0
+        self._whole_tokens = page_bytes // groups[0].token_bytes if whole else None
         self._seqs = SequenceTable()
         self._length: Ints = np.zeros(0, np.int64)
         self._covered: Ints = np.zeros(0, np.int64)
@@ -95,153 +104,6 @@ class PageBooks(Allocator):
         self._num_shared = 0  # further holders of pages that have one already
         self._num_warm = 0
         pool.join(self)
-
-    # ------------------------------------------------------------------ placing pages
-
-    def _place(self, rows: Rows, lengths: Ints) -> None:
-        """Put pages for ``lengths`` tokens under ``rows``: under all of them, or under none."""
-        begins = [held[rows] for held in self._held]
-        ends = [np.maximum(self._pages_for(lengths, g), b) for g, b in enumerate(begins)]
-        needed = 0
-        for group, begin, end in zip(self.groups, begins, ends, strict=True):
-            needed += int((end - begin).sum()) * group.columns
-        self._require_free(needed)
-        warm_ends = self._adopt(rows, begins, ends) if self._num_warm else begins
-        try:
-            self._add_fresh(rows, warm_ends, ends)
-        except BaseException:
-            self._abandon(rows, begins, warm_ends)
-            raise
-        self._num_used += needed
-        self._set_held(rows, ends)
-
-    def _set_held(self, rows: Rows, ends: list[Ints]) -> None:
-        """Book page counts of ``rows`` and the tokens that they can take."""
-        covered: Ints | None = None
-        for g, (group, end) in enumerate(zip(self.groups, ends, strict=True)):
-            self._held[g][rows] = end
-            self._ready[g][rows] = np.maximum(end, self._ready[g][rows])
-            tokens = end * self.page_bytes // group.token_bytes
-            covered = tokens if covered is None else np.minimum(covered, tokens)
-        assert covered is not None
-        self._covered[rows] = covered if self.limit is None else np.minimum(covered, self.limit)
-
-    def _adopt(self, rows: Rows, begins: list[Ints], ends: list[Ints]) -> list[Ints]:
-        """Use the warm pages that are in place already; returns how far they reach."""
-        reach = []
-        for g, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            warm_end = np.minimum(end, np.maximum(self._ready[g][rows], begin))
-            pages = self._table.of_rows(rows, self._columns[g], begin, warm_end)
-            self.pool.revive(pages)
-            self._add_warm(-len(pages))
-            self._held[g][rows] = warm_end
-            reach.append(warm_end)
-        return reach
-
-    def _abandon(self, rows: Rows, begins: list[Ints], warm_ends: list[Ints]) -> None:
-        """Undo ``_adopt``."""
-        for g, (begin, warm_end) in enumerate(zip(begins, warm_ends, strict=True)):
-            pages = self._table.of_rows(rows, self._columns[g], begin, warm_end)
-            self.pool.drop(pages)
-            self._add_warm(len(pages))
-            self._held[g][rows] = begin
-
-    def _add_fresh(self, rows: Rows, begins: list[Ints], ends: list[Ints]) -> None:
-        """Take pages from the pool and attach them; on failure nothing is taken."""
-        with ExitStack() as undo:
-            for g, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-                num = int((end - begin).sum()) * self.groups[g].columns
-                if num == 0:
-                    continue
-                pages = self._take(num)
-                undo.callback(self._put_back, pages)
-                self._table.fill(rows, self._columns[g], begin, end, pages)
-                self._attach(rows, g, begin, end)
-                undo.callback(self._detach, rows, g, begin, end)
-            undo.pop_all()
-
-    def _take(self, num_pages: int) -> PageIds:
-        """Pages from the pool, after taking back spare ones if it is dry."""
-        if num_pages > self.pool.num_free:
-            self.pool.reclaim(num_pages - self.pool.num_free, self)
-        return self.pool.take(num_pages)
-
-    def _put_back(self, pages: PageIds) -> None:
-        self.pool.put(self.pool.drop(pages))
-
-    def _give_up(self, pages: PageIds) -> None:
-        """Drop one reference to each page; those without any go back, or stay in the index."""
-        dead = self.pool.drop(pages)
-        self._num_used -= len(dead)
-        self._num_shared -= len(pages) - len(dead)
-        if self.prefix_index.num_entries:
-            dead, num_kept = self.prefix_index.retire(dead)
-            self.pool.num_spare += num_kept
-        self.pool.put(dead)
-
-    def _share(self, row: int, g: int, begin: int, pages: PageIds) -> None:
-        """Let a row hold pages that have a holder, or wait in the index, from ``begin`` on."""
-        idle = self.pool.refs(pages) == 0
-        num_idle = int(idle.sum())
-        if num_idle:
-            self.prefix_index.claim(pages[idle])
-            self.pool.num_spare -= num_idle
-        self.pool.share(pages)
-        self._num_used += num_idle
-        self._num_shared += len(pages) - num_idle
-        end = begin + len(pages) // len(self._columns[g])
-        at, first, last = np.array([row]), np.array([begin]), np.array([end])
-        self._table.fill(at, self._columns[g], first, last, pages)
-        try:
-            self._attach(at, g, first, last)
-        except BaseException:
-            self._give_up(pages)
-            raise
-        self._held[g][row] = self._ready[g][row] = end
-
-    def _leave_behind(self, rows: Rows, tokens: int) -> None:
-        """Give back pages that no query of the newest ``tokens`` tokens can see any more."""
-        for g, group in enumerate(self.groups):
-            if group.window is None:
-                continue
-            first = np.maximum(self._length[rows] - tokens + 1 - group.window, 0)
-            unit = self._unit_bytes[g]
-            ends = first * group.token_bytes // unit * unit // self.page_bytes
-            for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
-                begin = int(self._gone[g][row])
-                if end > begin:
-                    pages = self._table.of_row(row, self._columns[g], begin, end)
-                    self._scrub(row, g, begin, end)
-                    self._detach(np.array([row]), g, np.array([begin]), np.array([end]))
-                    self._gone[g][row] = end
-                    self._num_gone += len(pages)
-                    self._give_up(pages)
-
-    def _drop_tail(self, row: int, g: int, begin: int) -> None:
-        """Take the pages from ``begin`` on out of a row, held and warm."""
-        held, ready = int(self._held[g][row]), int(self._ready[g][row])
-        pages = self._table.of_row(row, self._columns[g], begin, held)
-        warm = self._table.of_row(row, self._columns[g], max(begin, held), ready)
-        if ready > begin:
-            self._scrub(row, g, begin, held)
-            self._detach(np.array([row]), g, np.array([begin]), np.array([ready]))
-        self._held[g][row] = self._ready[g][row] = begin
-        self._give_up(pages)
-        self.pool.put(warm)
-        self._add_warm(-len(warm))
-
-    def _retire_tail(self, row: int, g: int, begin: int) -> None:
-        """Give up the pages from ``begin`` on; a backend may keep them in place, warm."""
-        self._drop_tail(row, g, begin)
-
-    def _clear_row(self, row: int) -> None:
-        """Take every page out of a row, held and warm."""
-        for g, columns in enumerate(self._columns):
-            gone = int(self._gone[g][row])
-            self._drop_tail(row, g, gone)
-            self._num_gone -= gone * len(columns)
-            self._gone[g][row] = self._held[g][row] = self._ready[g][row] = 0
-        self._covered[row] = 0
 
     # ------------------------------------------------------------------ counting
 
@@ -269,13 +131,6 @@ class PageBooks(Allocator):
         """Pages that a row holds in a group, column by column, in token order."""
         gone, held = int(self._gone[g][row]), int(self._held[g][row])
         return self._table.of_row(row, self._columns[g], gone, held)
-
-    def _empty_place(self) -> int:
-        """A row without pages, not even warm ones."""
-        row = self._choose_row(0)
-        self._make_row(row)
-        self._clear_row(row)
-        return row
 
     def _enter(self, seq: Seq, row: int, tokens: int) -> None:
         """Book a sequence on a row whose pages are in place."""
@@ -332,10 +187,6 @@ class PageBooks(Allocator):
     def _choose_row(self, tokens: int) -> int:
         """The row that a new sequence of ``tokens`` tokens gets."""
         return self._seqs.next_row()
-
-    def _empty_row(self, row: int) -> None:
-        """Take the pages out of the row of a released sequence."""
-        self._clear_row(row)
 
     def _attach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
         """Make table entries ``begins … ends − 1`` of each row usable; all or nothing."""

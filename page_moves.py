@@ -10,7 +10,8 @@ import numpy as np
 
 from .contract import OutOfMemory, Seq
 from .geometry import KVGeometry
-from .page_books import PageBooks, PageGroup
+from .page_books import PageGroup
+from .page_placing import PagePlacing
 from .pages import PagePool
 from .sequences import Rows, check_fits, count
 
@@ -24,7 +25,7 @@ class _Away:
     contents: list[Any]
 
 
-class PageMoves(PageBooks):
+class PageMoves(PagePlacing):
     """The verbs of ``Allocator`` that copy, cut and move."""
 
     def __init__(

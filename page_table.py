@@ -60,6 +60,13 @@ class PageTable:
             self.pages[row, columns, begin:end] = pages[at : at + num].reshape(len(columns), -1)
             at += num
 
+    def fill_next(self, rows: Rows, column: int, ns: Ints, pages: PageIds) -> None:
+        """Write one entry ``[row, column, n]`` per row."""
+        self._widen(int(ns.max()) + 1)
+        self.clock += 1
+        self.stamp[rows] = self.clock
+        self.pages[rows, column, ns] = pages
+
     def _widen(self, width: int) -> None:
         rows, columns, old = self.pages.shape
         if width > old:

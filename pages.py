@@ -42,6 +42,7 @@ class PagePool:
         self._refs = np.zeros(num_pages, np.int32)
         # A stack; its top is at the end, so that taking is a slice.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._place = np.zeros(num_pages, np.int32)
         self.num_free = num_pages
         self.num_spare = 0
         self._members: list[weakref.ref[PageBooks]] = []
@@ -89,7 +90,7 @@ class PagePool:
         ValueError
             A page named twice, or one without references; nothing was changed.
         """
-        if len(pages) > 1 and len(np.unique(pages)) != len(pages):
+        if len(pages) > 1 and self._names_twice(pages):
             raise ValueError("a page is named twice in one release; nothing was changed")
         refs: PageIds = self._refs[pages] - 1
         if refs.size and refs.min() < 0:
@@ -97,6 +98,12 @@ class PagePool:
         self._refs[pages] = refs
         dead: PageIds = pages[refs == 0]
         return dead
+
+    def _names_twice(self, pages: PageIds) -> bool:
+        """Each page remembers its last place in the list; a page named twice knows only one."""
+        places = np.arange(len(pages), dtype=np.int32)
+        self._place[pages] = places
+        return bool((self._place[pages] != places).any())
 
     def revive(self, pages: PageIds) -> None:
         """Give one reference to pages that have none and are not free (warm ones)."""

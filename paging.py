@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .contract import OutOfMemory, Seq, Usage
+from .contract import NeverFits, OutOfMemory, Seq, Usage
 from .geometry import KVGeometry
 from .page_books import PageGroup
 from .page_moves import PageMoves
@@ -129,6 +129,8 @@ class PageAllocator(PageMoves):
         """Append tokens; see ``Allocator.grow``. Work is per page crossing, not per token."""
         tokens = count("tokens", tokens)
         rows = self._rows_of(seqs)
+        if tokens > self._capacity:
+            raise NeverFits(f"{tokens} tokens can never fit: the memory holds {self._capacity}")
         lengths = self._length[rows] + tokens
         crossing = (lengths > self._covered[rows]).nonzero()[0]
         if crossing.size:
@@ -148,23 +150,26 @@ class PageAllocator(PageMoves):
     def _grow_in_order(
         self, seqs: Sequence[Seq], rows: Rows, lengths: Ints, stop: bool
     ) -> dict[Seq, OutOfMemory]:
-        """Serve a batch that does not fit as a whole, one sequence at a time."""
+        """Serve a batch that does not fit as a whole, one crossing after the other."""
         refused: dict[Seq, OutOfMemory] = {}
-        tokens = lengths - self._length[rows]
-        self._version += 1
-        for i, seq in enumerate(seqs):
-            row = rows[i : i + 1]
+        crossing = (lengths > self._covered[rows]).nonzero()[0].tolist()
+        end = len(rows)
+        for i in crossing:
             try:
-                if lengths[i] > self._covered[rows[i]]:
-                    self._place(row, lengths[i : i + 1])
+                self._place(rows[i : i + 1], lengths[i : i + 1])
             except OutOfMemory as refusal:
-                refused[seq] = refusal
+                refused[seqs[i]] = refusal
                 if stop:
+                    end = i
                     break
-                continue
-            self._length[row] = lengths[i]
-            self._num_tokens += int(tokens[i])
-            self._leave_behind(row, int(tokens[i]))
+        served = (lengths[:end] <= self._covered[rows[:end]]).nonzero()[0]
+        self._version += 1
+        rows, lengths = rows[served], lengths[served]
+        tokens = lengths - self._length[rows]
+        self._length[rows] = lengths
+        self._num_tokens += int(tokens.sum())
+        if len(tokens):
+            self._leave_behind(rows, int(tokens[0]))
         return refused
 
     def release(self, seq: Seq) -> None:

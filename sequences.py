@@ -27,6 +27,8 @@ class SequenceTable:
         self._free_rows: list[int] = []
         self.num_rows = 0
         """Rows ever used: arrays need at least this many entries."""
+        self._last_seqs: list[Seq] = []
+        self._last_rows: Rows = np.zeros(0, np.intp)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -67,6 +69,7 @@ class SequenceTable:
         """Forget a sequence; returns its row, which ``add`` may hand out again."""
         row = self.row(seq)
         del self._row_of[seq]
+        self._last_seqs = []
         self._free_rows.append(row)
         return row
 
@@ -78,7 +81,9 @@ class SequenceTable:
             raise unknown(seq) from None
 
     def rows(self, seqs: Sequence[Seq]) -> Rows:
-        """Rows of distinct live sequences."""
+        """Rows of distinct live sequences. A batch that asks again is answered from memory."""
+        if type(seqs) is list and seqs == self._last_seqs:
+            return self._last_rows
         row_of = self._row_of
         try:
             rows = np.array([row_of[seq] for seq in seqs], np.intp)
@@ -86,6 +91,7 @@ class SequenceTable:
             raise unknown(error.args[0]) from None
         if len(set(seqs)) != len(rows):
             raise ValueError("a sequence appears twice in one batch; name each once")
+        self._last_seqs, self._last_rows = list(seqs), rows
         return rows
 
     def require_new(self, seq: Seq) -> None:

@@ -85,6 +85,7 @@ class Scheduler:
         self._on_full, self._on_failure = on_full, on_failure
         self._max_running = max_running
         self._prefill = prefill
+        self._windowed = any(shape.window for shape in allocator.geometry.layers)
         self._left: Ints = np.zeros(0, np.int64)  # tokens to produce, in the order of `active`
         self._produced: dict[int, int] = {}  # of preempted requests
         self._refused: set[int] = set()  # refused before in this stay in the queue
@@ -120,7 +121,9 @@ class Scheduler:
 
     def _worth_trying(self) -> bool:
         """Nothing was freed since the head of the queue was refused: it would be again."""
-        return self._stuck_at is None or self.allocator.usage().free > self._stuck_at
+        if self._stuck_at is None:
+            return True
+        return self._windowed and self.allocator.usage().free > self._stuck_at
 
     def _admit(self, request: int, joined: list[int]) -> bool:
         """True if the request is dealt with: placed, lost, or told that it never fits."""
@@ -197,7 +200,11 @@ class Scheduler:
             self.allocator.release(self.active.pop(i))
         if finished:
             self.counts.allocations += len(finished)
-            self._left = np.delete(self._left, finished)
+            self._left = (
+                self._left[self._left > 0]
+                if end == len(self._left)
+                else np.delete(self._left, finished)
+            )
             self.counts.completed += len(finished)
             self._stuck_at = None
         return len(finished)
@@ -224,5 +231,5 @@ class Scheduler:
     def _leave(self, i: int) -> None:
         self.allocator.release(self.active.pop(i))
         self.counts.allocations += 1
-        self._left = np.delete(self._left, i)
+        self._left = np.concatenate((self._left[:i], self._left[i + 1 :]))
         self._stuck_at = None

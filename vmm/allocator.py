@@ -175,9 +175,13 @@ class VmmAllocator(PageAllocator):
         Tails of the highest idle rows go first, since the lowest idle row is adopted first.
         """
         goal = self.pool.num_free + num_pages
-        rows = sorted(self._seqs.free_rows, reverse=True)
-        for row in [*rows, *range(self._seqs.num_rows - 1, -1, -1)]:
-            if self._num_warm == 0 or self.pool.num_free >= goal:
+        warm = np.zeros(len(self._length), np.bool_)
+        for held, ready in zip(self._held, self._ready, strict=True):
+            warm |= ready > held
+        rows = np.flatnonzero(warm)[::-1]
+        idle = self._covered[rows] == 0
+        for row in [*rows[idle].tolist(), *rows[~idle].tolist()]:
+            if self.pool.num_free >= goal:
                 break
             self._unmap_warm(row, goal)
         if self.pool.num_free < goal:
