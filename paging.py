@@ -186,11 +186,12 @@ class PageAllocator(PageMoves):
         return int(self._length[self._seqs.row(seq)]) if away is None else away.length
 
     def spans(self, seq: Seq) -> list[tuple[int, int]]:
-        """Physical byte intervals of the pages held, buffer by buffer, neighbours merged."""
+        """Physical byte intervals of the pages held, in token order, neighbours merged."""
         row = self._row_of(seq)
         spans: list[tuple[int, int]] = []
-        for g in range(len(self.groups)):
-            for page in self._row_pages(row, g).tolist():
+        for g, columns in enumerate(self._columns):
+            by_column = self._row_pages(row, g).reshape(len(columns), -1)
+            for page in by_column.T.ravel().tolist():
                 start, stop = page * self.page_bytes, (page + 1) * self.page_bytes
                 if spans and spans[-1][1] == start:
                     start = spans.pop()[0]

@@ -100,6 +100,9 @@ def _one(trace: Trace, settings: Settings, spec: Spec, progress: Progress | None
         "growth_failures": counts.growth_failures,
         "fragmentation_failures": counts.fragmentation_failures,
         "preemptions": counts.preemptions,
+        "hit_tokens": counts.hit_tokens,
+        "recomputed_tokens": counts.recomputed_tokens,
+        "swapped_tokens": counts.swapped_tokens,
         **_peaks(recorder, settings.geometry.bytes_per_token),
         "steps": recorder.num_steps,
         "tokens": counts.tokens,
@@ -146,7 +149,9 @@ def _run(
         settings.geometry, settings.memory_bytes, device=settings.device, layout=settings.layout
     )
     with Measured(cache, clock) as measured:
-        engine = Engine(measured, clock, seed=settings.seed, verify=settings.verify)
+        engine = Engine(
+            measured, clock, prefix=trace.prefix, seed=settings.seed, verify=settings.verify
+        )
         result = replay(
             trace,
             measured,

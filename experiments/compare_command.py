@@ -35,6 +35,7 @@ class OnFailure(StrEnum):
     """What happens to a refused growth."""
 
     recompute = "recompute"
+    swap = "swap"
     drop = "drop"
 
 
@@ -78,7 +79,8 @@ def compare_command(
         OnFull.queue
     ),
     on_failure: Annotated[
-        OnFailure, typer.Option(help="A refused growth preempts a sequence, or loses its own.")
+        OnFailure,
+        typer.Option(help="A refused growth preempts (compute again, or swap), or is lost."),
     ] = OnFailure.recompute,
     step_ms: Annotated[
         float, typer.Option(help="Length of a step, for arrivals in seconds.")
@@ -197,6 +199,6 @@ def _show(result: dict[str, Any], out: Path) -> None:
     for notice in result["trace"]["notices"]:
         console.print(f"[dim]{notice}[/dim]")
     emit_json(result, str(out / "compare.json"))
-    figures = draw(result, out)
+    figures = draw(result, out, notify=lambda text: console.print(f"[dim]{text}[/dim]"))
     console.print(compare_table(result))
     console.print(f"Written to {out}/: compare.json, " + ", ".join(path.name for path in figures))

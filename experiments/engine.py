@@ -6,11 +6,13 @@ a preempted request meets the same values again and a wrong page shows in the ou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from time import perf_counter_ns
+from zlib import crc32
 
 import torch
 
-from ..contract import DenseView, KVCache
+from ..contract import DenseView, KVCache, Prefix
 from ..kernels.attention import attend
 from ..kernels.reference import reference_attention
 from ..telemetry import Clock
@@ -31,15 +33,24 @@ class Engine:
     clock
         Attention is timed here, once per step over all layers (``attend``), and each decode
         step as a whole (``step``).
+    prefix
+        Runs of each request's prompt: equal runs get equal values, as in a model.
     verify
         Compare every attention output with float64 over the values that were meant to be there.
     """
 
     def __init__(
-        self, cache: KVCache, clock: Clock, *, seed: int = 0, verify: bool = False
+        self,
+        cache: KVCache,
+        clock: Clock,
+        *,
+        prefix: Sequence[Prefix] | None = None,
+        seed: int = 0,
+        verify: bool = False,
     ) -> None:
         self.max_abs_error: float | None = 0.0 if verify else None
         self._cache, self._clock, self._verify = cache, clock, verify
+        self._prefix = prefix
         geometry = cache.geometry
         dtype, device = torch_dtype(geometry), cache.device
         dim = max(shape.head_dim for shape in geometry.layers)
@@ -48,17 +59,25 @@ class Engine:
         bank = torch.randn(BANK_ROWS, heads, dim, generator=generator)
         self._bank = bank.to(device=device, dtype=dtype)
 
-    def prefill(self, request: int, tokens: int) -> None:
-        """Write the whole prompt and attend all of it."""
-        owner = torch.full((tokens,), request)
-        position = torch.arange(tokens)
-        self._run([request], owner, position, [tokens], "prefill")
+    def prefill(self, request: int, tokens: int, cached: int) -> None:
+        """Write and attend a prompt, from its ``cached`` first tokens on."""
+        owner = self._owners(request, tokens)[cached:]
+        self._run([request], owner, torch.arange(cached, tokens), [tokens - cached], "prefill")
 
     def decode(self, requests: list[int]) -> None:
         """Write and attend the newest token of each request."""
         with self._clock.span("step"):
             position = torch.tensor([self._cache.length(r) - 1 for r in requests])
             self._run(requests, torch.tensor(requests), position, None, "attend")
+
+    def _owners(self, request: int, tokens: int) -> torch.Tensor:
+        """Whose values the tokens of a request have: a run's for its prefix, else its own."""
+        owner = torch.full((tokens,), request)
+        at = 0
+        for key, size in self._prefix[request] if self._prefix is not None else ():
+            owner[at : at + size] = crc32(repr(key).encode())
+            at += size
+        return owner
 
     def _run(
         self,
@@ -104,7 +123,7 @@ class Engine:
         done = 0
         for request, num in zip(requests, counts, strict=True):
             length = self._cache.length(request)
-            owner, position = torch.full((length,), request), torch.arange(length)
+            owner, position = self._owners(request, length), torch.arange(length)
             k, v, q = (self._rows(role, layer, owner, position) for role in "kvq")
             for begin in range(length - num, length, CHUNK):
                 end = min(begin + CHUNK, length)

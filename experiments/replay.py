@@ -20,8 +20,8 @@ MAX_OWNER_ENTRIES = 50_000
 class Engine(Protocol):
     """What a real run does with the tokens; the books alone do nothing."""
 
-    def prefill(self, request: int, tokens: int) -> None:
-        """Write and attend a prompt that was just placed."""
+    def prefill(self, request: int, tokens: int, cached: int) -> None:
+        """Write and attend a prompt that was just placed, from its ``cached`` first tokens on."""
         ...
 
     def decode(self, requests: list[int]) -> None:
@@ -31,11 +31,20 @@ class Engine(Protocol):
 
 @dataclass
 class Owners:
-    """Who held which token slots at the end of each step, as ``[start, stop, request]``."""
+    """Who held which token slots at the end of each step.
+
+    Attributes
+    ----------
+    rows : list
+        Per step ``[start, stop, request, stored]``: slots, whose they are, and how many of
+        them hold a token.
+    refusals : list
+        ``[step, request]``, and where the backend counts tokens needed, free, largest_free.
+    """
 
     steps: list[int] = field(default_factory=list)
     rows: list[list[list[float]]] = field(default_factory=list)
-    refusals: list[list[int]] = field(default_factory=list)
+    refusals: list[list[float]] = field(default_factory=list)
     num_entries: int = 0
 
 
@@ -56,6 +65,7 @@ def replay(
     on_full: OnFull = "queue",
     on_failure: OnFailure = "recompute",
     engine: Engine | None = None,
+    share_prefix: bool = True,
     owners: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Result:
@@ -65,6 +75,8 @@ def replay(
     ----------
     step_ms
         Length of a step, for traces that arrive in seconds.
+    share_prefix
+        Share the prefixes that the trace tells, where the backend can.
     owners
         Record who holds which slot (small runs).
     progress
@@ -78,6 +90,7 @@ def replay(
         trace.max_new,
         on_full=on_full,
         on_failure=on_failure,
+        prefix=trace.prefix if share_prefix else None,
         prefill=None if engine is None else engine.prefill,
     )
     recorder, owned = Recorder(), Owners() if owners else None
@@ -110,17 +123,21 @@ def _record_owners(
     owned: Owners, step: int, allocator: Allocator, scheduler: Scheduler
 ) -> Owners | None:
     token_bytes = allocator.geometry.bytes_per_token
-    row = [
-        [start / token_bytes, stop / token_bytes, request]
-        for request in scheduler.active
-        for start, stop in allocator.spans(request)
-    ]
+    row: list[list[float]] = []
+    for request in scheduler.active:
+        left: float = allocator.length(request)
+        for start, stop in allocator.spans(request):
+            stored = min(left, (stop - start) / token_bytes)
+            left -= stored
+            row.append([start / token_bytes, stop / token_bytes, request, stored])
     owned.num_entries += len(row)
     if owned.num_entries > MAX_OWNER_ENTRIES:
         return None
     owned.steps.append(step)
     owned.rows.append(row)
-    owned.refusals += [[step, request] for request, _ in scheduler.refusals]
+    for request, refusal in scheduler.refusals:
+        numbers = [refusal.needed, refusal.free, refusal.largest_free]
+        owned.refusals.append([step, request, *(numbers if refusal.unit == "tokens" else [])])
     return owned
 
 

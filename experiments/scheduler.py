@@ -13,23 +13,35 @@ finished before it is released.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from ..contract import Allocator, NeverFits, OutOfMemory
+from ..contract import Allocator, NeverFits, OutOfMemory, Prefix
 from ..sequences import Ints
 
 OnFull = Literal["queue", "reject"]
-OnFailure = Literal["recompute", "drop"]
-Prefill = Callable[[int, int], None]
+OnFailure = Literal["recompute", "swap", "drop"]
+Prefill = Callable[[int, int, int], None]
 
 
 @dataclass
 class Counts:
-    """What happened to the requests and their tokens; ``allocations`` are allocator calls."""
+    """What happened to the requests and their tokens.
+
+    Attributes
+    ----------
+    hit_tokens : int
+        Prompt tokens found in memory at the first admission of a request.
+    recomputed_tokens : int
+        Tokens that a preempted request had to compute again when it came back.
+    swapped_tokens : int
+        Tokens that came back from host memory instead.
+    allocations : int
+        Allocator calls.
+    """
 
     admitted: int = 0
     rejected: int = 0
@@ -39,6 +51,9 @@ class Counts:
     fragmentation_failures: int = 0
     preemptions: int = 0
     tokens: int = 0
+    hit_tokens: int = 0
+    recomputed_tokens: int = 0
+    swapped_tokens: int = 0
     allocations: int = 0
 
 
@@ -54,12 +69,14 @@ class Scheduler:
     on_full
         A refused admission waits (``queue``) or is lost (``reject``).
     on_failure
-        A refused growth makes room by preempting (``recompute``) or loses the sequence
-        (``drop``).
+        A refused growth makes room by preempting, whose tokens are computed again later
+        (``recompute``) or wait in host memory (``swap``), or loses the sequence (``drop``).
     max_running
         Admission waits while so many requests run; None for no bound.
+    prefix
+        Runs of each prompt (``Allocator.admit``), for sharing; None shares nothing.
     prefill
-        Called with request and prompt length when a prompt was placed.
+        Called with request, tokens placed and how many of them are in memory already.
     """
 
     def __init__(
@@ -72,6 +89,7 @@ class Scheduler:
         on_full: OnFull = "queue",
         on_failure: OnFailure = "recompute",
         max_running: int | None = None,
+        prefix: Sequence[Prefix] | None = None,
         prefill: Prefill | None = None,
     ) -> None:
         self.allocator = allocator
@@ -84,10 +102,12 @@ class Scheduler:
         self._prompt, self._output, self._max_new = prompt, output, max_new
         self._on_full, self._on_failure = on_full, on_failure
         self._max_running = max_running
+        self._prefix = prefix
         self._prefill = prefill
         self._windowed = any(shape.window for shape in allocator.geometry.layers)
         self._left: Ints = np.zeros(0, np.int64)  # tokens to produce, in the order of `active`
         self._produced: dict[int, int] = {}  # of preempted requests
+        self._swapped: set[int] = set()  # preempted requests in host memory
         self._refused: set[int] = set()  # refused before in this stay in the queue
         self._stuck_at: int | None = None  # free bytes when the head was refused last
 
@@ -131,30 +151,52 @@ class Scheduler:
         remaining = self._remaining(request)
         tokens = int(self._prompt[request]) + produced
         queued = self._on_full == "queue" or request in self._produced
-        headroom = int(queued and self._on_failure == "recompute" and remaining > 0)
+        headroom = int(queued and self._on_failure != "drop" and remaining > 0)
+        self.counts.allocations += 1
         try:
             self._check_limit(tokens + remaining)
-            self.counts.allocations += 1
-            self.allocator.admit(
-                request,
-                tokens,
-                max_new=max(int(self._max_new[request]) - produced, 1 if produced else 0),
-                expected_new=remaining,
-                headroom=headroom,
-            )
+            if request in self._swapped:
+                self.allocator.restore(request, headroom=headroom)
+                cached = tokens
+            else:
+                cached = self.allocator.admit(
+                    request,
+                    tokens,
+                    max_new=max(int(self._max_new[request]) - produced, 1 if produced else 0),
+                    expected_new=remaining,
+                    headroom=headroom,
+                    prefix=None if self._prefix is None else self._prefix[request],
+                )
         except NeverFits:
-            self.counts.never_fit += 1
-            self.counts.rejected += request not in self._produced
+            self._lose(request)
             return True
         except OutOfMemory as refusal:
             return self._refuse(request, refusal)
+        self._book_admission(request, tokens, cached)
+        joined.append(request)
+        if self._prefill is not None and cached < tokens:
+            self._prefill(request, tokens, cached)
+        return True
+
+    def _book_admission(self, request: int, tokens: int, cached: int) -> None:
         self._stuck_at = None
         self._refused.discard(request)
-        self.counts.admitted += request not in self._produced
-        joined.append(request)
-        if self._prefill is not None:
-            self._prefill(request, tokens)
-        return True
+        if request in self._swapped:
+            self._swapped.remove(request)
+            self.counts.swapped_tokens += tokens
+        elif request in self._produced:
+            self.counts.recomputed_tokens += tokens - cached
+        else:
+            self.counts.admitted += 1
+            self.counts.hit_tokens += cached
+
+    def _lose(self, request: int) -> None:
+        """A request that can never fit is told so, and what is left of it goes."""
+        self.counts.never_fit += 1
+        self.counts.rejected += request not in self._produced
+        if request in self._swapped:
+            self._swapped.remove(request)
+            self.allocator.release(request)
 
     def _check_limit(self, tokens: int) -> None:
         limit = self.allocator.limit
@@ -218,18 +260,23 @@ class Scheduler:
         hopeless = self.allocator.length(request) + 1 > self.allocator.capacity
         if hopeless or self._on_failure == "drop":
             self._leave(i)
-            self.counts.never_fit += hopeless and self._on_failure == "recompute"
+            self.counts.never_fit += hopeless and self._on_failure != "drop"
             return i
         victim = i if refusal.fragmented or refusal.blocked else len(self.active) - 1
         preempted = self.active[victim]
         self._produced[preempted] = int(self._output[preempted] - self._left[victim])
-        self._leave(victim)
+        self._leave(victim, swap=self._on_failure == "swap")
         self.waiting.appendleft(preempted)
         self.counts.preemptions += 1
         return i
 
-    def _leave(self, i: int) -> None:
-        self.allocator.release(self.active.pop(i))
+    def _leave(self, i: int, *, swap: bool = False) -> None:
+        request = self.active.pop(i)
+        if swap:
+            self.allocator.offload(request)
+            self._swapped.add(request)
+        else:
+            self.allocator.release(request)
         self.counts.allocations += 1
         self._left = np.concatenate((self._left[:i], self._left[i + 1 :]))
         self._stuck_at = None
