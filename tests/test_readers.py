@@ -46,8 +46,8 @@ EXPECTED = ([0.0, 0.25], [10, 20], [5, 0], [8, -1])
         '"arrival_s","prompt_tokens","output_tokens","max_new_tokens"\n"0.5","10","5","8"\n'
         '".75",20,0,""',
         "output_tokens,max_new_tokens,arrival_s,prompt_tokens\n5,8,0.5,10\n0,,0.75,20",
-        gzip.compress(OWN.encode(, mtime=0)),
-        gzip.compress(OWN[:30].encode(, mtime=0)) + gzip.compress(OWN[30:].encode()),
+        gzip.compress(OWN.encode(), mtime=0),
+        gzip.compress(OWN[:30].encode(), mtime=0) + gzip.compress(OWN[30:].encode(), mtime=0),
     ],
 )
 def test_own_csv_in_all_its_guises(tmp_path: Path, content: str | bytes) -> None:
