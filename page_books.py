@@ -184,8 +184,8 @@ class PageBooks(Allocator):
 
     # ------------------------------------------------------------------ what backends add
 
-    def _choose_row(self, tokens: int) -> int:
-        """The row that a new sequence of ``tokens`` tokens gets."""
+    def _choose_row(self, tokens: int, max_new: int = 0) -> int:
+        """The row that a new sequence gets: ``tokens`` now, up to ``max_new`` more later."""
         return self._seqs.next_row()
 
     def _attach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from threading import RLock
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,8 @@ class PagePool:
     num_spare : int
         Pages that nobody holds but that somebody keeps (warm rows, prefix index); they come
         back by ``reclaim`` and count as free.
+    lock : threading.RLock
+        Taken by caches that change the books from two threads.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -45,6 +48,7 @@ class PagePool:
         self._place = np.zeros(num_pages, np.int32)
         self.num_free = num_pages
         self.num_spare = 0
+        self.lock = RLock()
         self._members: list[weakref.ref[PageBooks]] = []
 
     def join(self, member: PageBooks) -> None:

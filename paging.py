@@ -86,7 +86,7 @@ class PageAllocator(PageMoves):
         if prefix:
             return self._admit_sharing(seq, tokens, roomy, prefix, salt)
         self._require_free(self._num_pages_for(roomy))
-        row = self._choose_row(tokens)
+        row = self._choose_row(tokens, max_new or 0)
         self._make_row(row)
         self._place(np.array([row]), np.array([tokens]))
         self._enter(seq, row, tokens)

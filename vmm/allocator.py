@@ -9,7 +9,6 @@ ASPLOS 2025.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,54 +16,9 @@ from ..geometry import KVGeometry
 from ..pages import PagePool
 from ..paging import PageAllocator, PageGroup
 from ..sequences import count
+from .buffers import LAYOUTS, buffers_of
 
-LAYOUTS = ("token-major", "head-major", "interleaved")
-ADOPTION = ("lowest", "fit-prompt")
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One address run per row: K or V of a layer, one head of it, or several layers whole.
-
-    Attributes
-    ----------
-    layers : tuple of int
-        The layers stored, more than one only if interleaved.
-    tensor, head : int
-        0 for K, 1 for V, and the KV head; −1 where the buffer holds them all.
-    token_bytes : int
-        Distance between the tokens of a row.
-    """
-
-    layers: tuple[int, ...]
-    tensor: int
-    head: int
-    token_bytes: int
-
-
-def buffers_of(geometry: KVGeometry, layout: str) -> list[list[Buffer]]:
-    """The buffers of a layout, grouped by pace and window: a group crosses pages together."""
-    groups: dict[tuple[int, int | None], list[Buffer]] = {}
-
-    def add(layers: tuple[int, ...], tensor: int, head: int, token_bytes: int) -> None:
-        window = geometry.layers[layers[0]].window
-        buffer = Buffer(layers, tensor, head, token_bytes)
-        groups.setdefault((token_bytes, window), []).append(buffer)
-
-    if layout == "interleaved":
-        windows = [shape.window for shape in geometry.layers]
-        for window in dict.fromkeys(windows):
-            layers = tuple(i for i, other in enumerate(windows) if other == window)
-            add(layers, -1, -1, sum(map(geometry.layer_bytes, layers)))
-        return list(groups.values())
-    for i, shape in enumerate(geometry.layers):
-        for tensor in range(shape.tensors):
-            if layout == "token-major":
-                add((i,), tensor, -1, geometry.tensor_bytes(i))
-            else:
-                for head in range(shape.kv_heads):
-                    add((i,), tensor, head, geometry.tensor_bytes(i) // shape.kv_heads)
-    return list(groups.values())
+ADOPTION = ("lowest", "fit-prompt", "fit-expected")
 
 
 class VmmAllocator(PageAllocator):
@@ -85,7 +39,8 @@ class VmmAllocator(PageAllocator):
         a sequence wastes one page tail instead of one per buffer.
     adoption
         Which idle row a new sequence takes over, with the pages still mapped there:
-        ``"lowest"`` or ``"fit-prompt"`` (fewest mapped pages that cover the prompt, else most).
+        ``"lowest"``; ``"fit-prompt"``, the fewest mapped pages that cover the prompt, else the
+        most; ``"fit-expected"``, the same for prompt and ``max_new``.
     limit
         Most tokens per sequence; None takes the model's context limit.
     pool
@@ -124,21 +79,21 @@ class VmmAllocator(PageAllocator):
         ]
         super().__init__(geometry, memory_bytes, page_bytes, groups, limit=limit, pool=pool)
 
-    def _choose_row(self, tokens: int) -> int:
+    def _choose_row(self, tokens: int, max_new: int = 0) -> int:
         idle = self._seqs.free_rows
         if not idle:
             return self._seqs.next_row()
         if self.adoption == "lowest":
             return min(idle)
-        return min(idle, key=self._misfit(tokens))
+        return min(idle, key=self._misfit(tokens + max_new * (self.adoption == "fit-expected")))
 
-    def _misfit(self, tokens: int) -> Callable[[int], tuple[bool, int]]:
+    def _misfit(self, tokens: int) -> Callable[[int], tuple[bool, int, int]]:
         """Key that prefers the row with the fewest surplus pages, then the least lack."""
         need = int(self._pages_for(np.array([tokens]), 0)[0])
 
-        def misfit(row: int) -> tuple[bool, int]:
+        def misfit(row: int) -> tuple[bool, int, int]:
             surplus = int(self._ready[0][row]) - need
-            return surplus < 0, abs(surplus)
+            return surplus < 0, abs(surplus), row
 
         return misfit
 
@@ -162,6 +117,51 @@ class VmmAllocator(PageAllocator):
         self._num_used -= len(pages)
         self._add_warm(len(pages))
         self._held[g][row] = begin
+
+    def rows_near_boundary(self, distance: int, depth: int) -> list[int]:
+        """Live rows that cross a page within ``distance`` tokens and have too few ready."""
+        near = self._covered - self._length <= distance
+        lacking = np.zeros(len(near), np.bool_)
+        for held, ready in zip(self._held, self._ready, strict=True):
+            lacking |= ready - held < depth
+        rows = np.flatnonzero(near & lacking & (self._covered > 0))
+        return [int(row) for row in rows]
+
+    def map_ahead(self, row: int, distance: int, depth: int) -> int:
+        """Put up to ``depth`` further pages per buffer under a live row, as warm ones.
+
+        Only out of free pages, and never beyond the longest sequence. Returns how many;
+        the row may have moved on since ``rows_near_boundary``, then none.
+        """
+        with self.pool.lock:
+            if not 0 < self._covered[row] <= self._length[row] + distance:
+                return 0
+            most = self._capacity if self.limit is None else min(self.limit, self._capacity)
+            num_pages = 0
+            for g in range(len(self.groups)):
+                end = int(self._held[g][row]) + depth
+                end = min(end, int(self._pages_for(np.array([most]), g)[0]))
+                num_pages += self._warm_up(row, g, end)
+            return num_pages
+
+    def _warm_up(self, row: int, g: int, end: int) -> int:
+        """Extend the warm pages of a row to ``end``, if so many are free."""
+        begin = int(self._ready[g][row])
+        num = (end - begin) * len(self._columns[g])
+        if num <= 0 or num > self.pool.num_free:
+            return 0
+        at, first, last = np.array([row]), np.array([begin]), np.array([end])
+        pages = self.pool.take(num)
+        try:
+            self._table.fill(at, self._columns[g], first, last, pages)
+            self._attach(at, g, first, last)
+        except BaseException:
+            self._put_back(pages)
+            raise
+        self.pool.drop(pages)
+        self._ready[g][row] = end
+        self._add_warm(num)
+        return num
 
     def reclaim(self) -> int:
         """Unmap every warm page and empty the prefix index; returns how many pages came free."""

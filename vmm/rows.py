@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from ..geometry import KVGeometry
-from .allocator import Buffer
+from .buffers import Buffer
 
 
 @dataclass(frozen=True)
