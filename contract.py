@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 Seq = Hashable
 """The caller's name of a sequence: any hashable value, unique among the live ones."""
 
+Run = tuple[int | str | bytes, int]
+"""``(key, num_tokens)`` with at least one token: equal keys mean equal tokens."""
+
+Prefix = Sequence[Run]
+"""What a prompt begins with: equal leading runs mean equal leading tokens, whatever the page
+size. Token ids are runs of 1; Mooncake's ids are runs of 512 and a shorter last one."""
+
 
 class OutOfMemory(Exception):
     """A refusal: nothing was changed, a later attempt may succeed.
@@ -173,6 +180,9 @@ class Allocator(ABC):
 
     Misuse raises and changes nothing: ``KeyError`` for a sequence that is unknown (or
     was released already), ``ValueError`` for a duplicate, a negative or an oversized count.
+
+    A sequence that is in host memory (``offload``) keeps its name: every verb but ``length``,
+    ``restore`` and ``release`` raises ``ValueError`` for it.
     """
 
     geometry: KVGeometry
@@ -193,6 +203,8 @@ class Allocator(ABC):
         max_new: int | None = None,
         expected_new: int | None = None,
         headroom: int = 0,
+        prefix: Prefix | None = None,
+        salt: int | str | bytes | None = None,
     ) -> int:
         """Place a prompt of ``tokens`` tokens.
 
@@ -210,11 +222,19 @@ class Allocator(ABC):
             Refuse unless the sequence could at once grow by this many tokens where it is
             placed. They are not taken. A scheduler that preempts asks for 1, so that what it
             admits is not preempted again before it produced anything.
+        prefix
+            What the prompt is or begins with, as runs ``(key, num_tokens)``. Full units (the
+            tokens of a page, or of as many pages as end with a whole token) that an earlier
+            prompt brought are shared, the other full ones are entered for later prompts: write
+            the prompt before releasing the sequence. The contiguous backend shares nothing.
+        salt
+            Prompts with different salts never share.
 
         Returns
         -------
         int
-            Leading tokens that are in memory already and need not be computed.
+            Leading tokens that are in memory already: neither to be computed nor written. At
+            least one token of a prompt is left to compute, since its output is the next token.
 
         Raises
         ------
@@ -222,6 +242,8 @@ class Allocator(ABC):
             Refused for now; nothing changed.
         NeverFits
             Larger than the whole memory or than ``limit``.
+        TypeError, ValueError
+            Also a key or salt that is no int, str or bytes, or a prefix longer than the prompt.
         """
 
     @abstractmethod
@@ -248,11 +270,63 @@ class Allocator(ABC):
 
     @abstractmethod
     def release(self, seq: Seq) -> None:
-        """Forget a sequence and free what it alone holds."""
+        """Forget a sequence, offloaded or not, and free what it alone holds."""
+
+    @abstractmethod
+    def fork(self, parent: Seq, child: Seq) -> None:
+        """Give ``child`` the tokens of ``parent``.
+
+        What is written to one of them later is never seen in the other. paged and vmm share full
+        pages and copy the tail; contiguous copies everything, and reserves as much again.
+
+        Raises
+        ------
+        OutOfMemory
+            No room for what has to be copied; nothing changed.
+        """
+
+    @abstractmethod
+    def truncate(self, seq: Seq, tokens: int) -> None:
+        """Keep the first ``tokens`` tokens.
+
+        Raises
+        ------
+        ValueError
+            The sequence has fewer, or a sliding window has let go of tokens that the next one
+            would have to see.
+        OutOfMemory
+            The cut goes through a page that others read as well, and there is none for a copy;
+            nothing changed.
+        """
+
+    @abstractmethod
+    def offload(self, seq: Seq) -> None:
+        """Move a sequence to host memory.
+
+        It keeps its name and length; what it alone held becomes free.
+        """
+
+    @abstractmethod
+    def restore(self, seq: Seq, *, headroom: int = 0) -> None:
+        """Bring an offloaded sequence back, its tokens unchanged, perhaps to another place.
+
+        Parameters
+        ----------
+        headroom
+            As in ``admit``.
+
+        Raises
+        ------
+        OutOfMemory
+            Refused for now; the sequence is still offloaded and nothing changed.
+        ValueError
+            The sequence is not offloaded, or ``NeverFits``: with ``headroom`` it is larger than
+            the whole memory or than ``limit``.
+        """
 
     @abstractmethod
     def length(self, seq: Seq) -> int:
-        """Tokens of a sequence."""
+        """Tokens of a sequence, offloaded or not."""
 
     @abstractmethod
     def spans(self, seq: Seq) -> list[tuple[int, int]]:
@@ -301,7 +375,8 @@ class KVCache(Allocator):
     def view(self, layer: int, seqs: Sequence[Seq]) -> DenseView | PagedView:
         """What ``attend`` needs to read one layer of ``seqs``.
 
-        Valid until the next ``admit``, ``grow`` or ``release``.
+        Valid until the next verb that places, moves or frees tokens: any but ``write``, ``view``
+        and those that only tell.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from .contract import Allocator, DenseView, KVCache, OutOfMemory, PagedView, Seq, Usage
+from .contract import Allocator, DenseView, KVCache, OutOfMemory, PagedView, Prefix, Seq, Usage
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,8 @@ class MeasuredAllocator(Allocator):
         max_new: int | None = None,
         expected_new: int | None = None,
         headroom: int = 0,
+        prefix: Prefix | None = None,
+        salt: int | str | bytes | None = None,
     ) -> int:
         """Timed ``admit``."""
         return self.clock.timed(
@@ -96,6 +98,8 @@ class MeasuredAllocator(Allocator):
             max_new=max_new,
             expected_new=expected_new,
             headroom=headroom,
+            prefix=prefix,
+            salt=salt,
         )
 
     def grow(
@@ -109,6 +113,22 @@ class MeasuredAllocator(Allocator):
     def release(self, seq: Seq) -> None:
         """Timed ``release``."""
         self.clock.timed("release", self.inner.release, seq)
+
+    def fork(self, parent: Seq, child: Seq) -> None:
+        """Timed ``fork``."""
+        self.clock.timed("fork", self.inner.fork, parent, child)
+
+    def truncate(self, seq: Seq, tokens: int) -> None:
+        """Timed ``truncate``."""
+        self.clock.timed("truncate", self.inner.truncate, seq, tokens)
+
+    def offload(self, seq: Seq) -> None:
+        """Timed ``offload``."""
+        self.clock.timed("offload", self.inner.offload, seq)
+
+    def restore(self, seq: Seq, *, headroom: int = 0) -> None:
+        """Timed ``restore``."""
+        self.clock.timed("restore", self.inner.restore, seq, headroom=headroom)
 
     def length(self, seq: Seq) -> int:
         """Length by the allocator within."""

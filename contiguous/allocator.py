@@ -6,15 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..contract import Allocator, NeverFits, OutOfMemory, Seq, Usage
+from ..contract import NeverFits, OutOfMemory, Prefix, Seq
 from ..geometry import KVGeometry
-from ..sequences import Ints, Rows, SequenceTable, check_fits, count, resized
+from ..prefix import unit_keys
+from ..sequences import Ints, Rows, check_fits, count
+from .moves import ArenaMoves
 from .placement import PLACEMENTS
 from .policies import check_policy, reservation
 
 
-class ContiguousAllocator(Allocator):
-    """Each sequence at consecutive slots, chosen at admission and never moved.
+class ContiguousAllocator(ArenaMoves):
+    """Each sequence at consecutive slots, chosen at admission; only swapping moves it.
+
+    Nothing is ever shared: ``fork`` copies everything, and a prefix never hits. Sliding windows
+    free nothing either: what a layer can no longer see lies in the middle of the sequence's
+    interval of other layers, and its view starts at the first token.
 
     Parameters
     ----------
@@ -50,34 +56,17 @@ class ContiguousAllocator(Allocator):
         placement: str = "first-fit",
         limit: int | None = None,
     ) -> None:
-        self.geometry = geometry
-        self.limit = geometry.max_context if limit is None else count("limit", limit)
-        check_policy(policy, self.limit)
+        limit = geometry.max_context if limit is None else count("limit", limit)
+        check_policy(policy, limit)
         if placement not in PLACEMENTS:
             raise ValueError(f"unknown placement {placement!r}: use one of {', '.join(PLACEMENTS)}")
-        self.policy = policy
-        self.placement = placement
-        self._num_slots = count("memory_bytes", memory_bytes) // geometry.bytes_per_token
-        if self._num_slots < 1:
+        num_slots = count("memory_bytes", memory_bytes) // geometry.bytes_per_token
+        if num_slots < 1:
             raise ValueError(
                 f"{memory_bytes} bytes of memory are smaller than one token "
                 f"({geometry.bytes_per_token} bytes): give more"
             )
-        self._arena = PLACEMENTS[placement](self._num_slots)
-        self._table = SequenceTable()
-        # By row: where the interval starts, tokens stored, tokens reserved, slots held.
-        self._start = np.zeros(0, np.int64)
-        self._length = np.zeros(0, np.int64)
-        self._room = np.zeros(0, np.int64)
-        self._held = np.zeros(0, np.int64)
-        self._num_live = 0
-        self._num_room = 0
-        self._version = 0  # of the books: changes with every call that may change them
-
-    @property
-    def capacity(self) -> int:
-        """Most tokens of one sequence; under buddy placement the largest block."""
-        return self._arena.largest
+        super().__init__(geometry, num_slots, policy, placement, limit)
 
     def admit(
         self,
@@ -87,47 +76,31 @@ class ContiguousAllocator(Allocator):
         max_new: int | None = None,
         expected_new: int | None = None,
         headroom: int = 0,
+        prefix: Prefix | None = None,
+        salt: int | str | bytes | None = None,
     ) -> int:
-        """Place a prompt; see ``Allocator.admit``.
+        """Place a prompt; see ``Allocator.admit``. A ``prefix`` is checked and never hits: 0.
 
         Exact growth finds ``headroom`` free behind the prompt; a reservation includes it, since
         that is all that it will ever grow into.
         """
-        self._table.require_new(seq)
+        self._require_new(seq)
         tokens = count("tokens", tokens)
         roomy = tokens + count("headroom", headroom)
         check_fits(roomy, self.capacity, self.limit)
+        if prefix:
+            unit_keys(prefix, tokens, tokens + 1, salt)  # no unit is full: the checks alone
         room = reservation(self.policy, tokens, max_new, expected_new, self.limit)
         if self.policy != "exact":
             room = roomy = max(roomy, room)
             check_fits(room, self.capacity, None)
-        start = self._placed(room, roomy)
-        self._version += 1
-        row = self._table.add(seq)
-        self._resize(self._table.num_rows)
-        self._start[row] = start
-        self._length[row] = tokens
-        self._room[row] = room
-        self._held[row] = self._arena.rounded(room)
-        self._num_live += tokens
-        self._num_room += room
+        self._enter(seq, self._placed(room, roomy), tokens, room)
         return 0
-
-    def _placed(self, room: int, roomy: int) -> int:
-        """Take ``room`` slots where ``roomy`` are free; their start (0 for no slots)."""
-        if roomy == 0:
-            return 0
-        start = self._arena.take(roomy)
-        if start is None:
-            raise self._refusal(self._arena.rounded(roomy))
-        if roomy > room:
-            self._arena.trim(start, self._arena.rounded(roomy), room)
-        return start if room else 0
 
     def grow(
         self, seqs: Sequence[Seq], tokens: int = 1, *, stop_at_refusal: bool = False
     ) -> dict[Seq, OutOfMemory]:
-        rows = self._table.rows(seqs)
+        rows = self._rows_of(seqs)
         tokens = count("tokens", tokens)
         if not len(rows):
             return {}
@@ -199,68 +172,16 @@ class ContiguousAllocator(Allocator):
         self._length[rows], self._room[rows] = length, room
 
     def release(self, seq: Seq) -> None:
-        row = self._table.remove(seq)
-        self._version += 1
-        if held := int(self._held[row]):
-            self._arena.give_back(int(self._start[row]), held)
-        self._num_live -= int(self._length[row])
-        self._num_room -= int(self._room[row])
-        for array in (self._start, self._length, self._room, self._held):
-            array[row] = 0
+        if self._away.pop(seq, None) is None:
+            self._leave(seq)
 
     def length(self, seq: Seq) -> int:
-        return int(self._length[self._table.row(seq)])
+        away = self._away.get(seq)
+        return int(self._length[self._table.row(seq)]) if away is None else away.length
 
     def spans(self, seq: Seq) -> list[tuple[int, int]]:
         """The one interval of the sequence, reservation included; none if it holds no slots."""
-        row = self._table.row(seq)
+        row = self._row_of(seq)
         token_bytes = self.geometry.bytes_per_token
         start, held = int(self._start[row]), int(self._held[row])
         return [(start * token_bytes, (start + held) * token_bytes)] if held else []
-
-    def usage(self) -> Usage:
-        token_bytes = self.geometry.bytes_per_token
-        reserved = self._num_slots - self._arena.num_free
-        return Usage(
-            capacity=self._num_slots * token_bytes,
-            live=self._num_live * token_bytes,
-            reserved=reserved * token_bytes,
-            reservation=(self._num_room - self._num_live) * token_bytes,
-            tail=(reserved - self._num_room) * token_bytes,
-            free=self._arena.num_free * token_bytes,
-            largest_free=self._arena.largest_free * token_bytes,
-            warm=0,
-            table_bytes=self._start.itemsize * len(self._table),
-        )
-
-    def check_invariants(self) -> None:
-        self._arena.check()
-        rows = np.array([row for _, row in self._table.items()], np.intp)
-        length, room, held = self._length[rows], self._room[rows], self._held[rows]
-        assert len(np.unique(rows)) == len(rows), "two sequences share a row"
-        assert (length >= 0).all() and (length <= room).all() and (room <= held).all()
-        assert held.tolist() == [self._arena.rounded(n) for n in room.tolist()]
-        assert self._num_live == length.sum() and self._num_room == room.sum()
-        # Held and free intervals must tile the arena: nothing aliased, nothing lost.
-        taken = zip(self._start[rows].tolist(), held.tolist(), strict=True)
-        intervals = [(start, size) for start, size in taken if size]
-        end = 0
-        for start, size in sorted([*intervals, *self._arena.free_intervals()]):
-            assert start == end, f"slots {end} to {start} are held twice or by nobody"
-            end = start + size
-        assert end == self._num_slots, "the intervals do not fill the arena"
-        for name in ("_start", "_length", "_room", "_held"):
-            array = getattr(self, name).copy()
-            array[rows] = 0
-            assert not array.any(), f"{name} of a released row was not cleared"
-
-    def _refusal(self, needed: int, *, blocked: bool = False) -> OutOfMemory:
-        arena = self._arena
-        return OutOfMemory(needed, arena.num_free, arena.largest_free, blocked=blocked)
-
-    def _resize(self, num_rows: int) -> None:
-        if num_rows > len(self._start):
-            self._start = resized(self._start, num_rows)
-            self._length = resized(self._length, num_rows)
-            self._room = resized(self._room, num_rows)
-            self._held = resized(self._held, num_rows)

@@ -15,14 +15,13 @@ from ..tensors import (
     check_layer,
     check_lens,
     check_tensors,
+    default_layout,
     newest,
     on_device,
     seal,
     torch_dtype,
 )
 from .allocator import ContiguousAllocator
-
-LAYOUTS = ("token-major", "head-major")
 
 SLICE_TOKENS = 16
 """From this many tokens per sequence on, one slice copy per sequence beats one indexed write.
@@ -62,6 +61,9 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
           128 sequences of 8 heads × 64 takes 0.7 ms per layer with cold pages, not 0.08.
 
         None takes head-major on a CPU and token-major elsewhere.
+    scrub
+        Overwrite tokens with zeros when their sequence gives them up, so that slots which hold
+        no token are zero at any time.
 
     Raises
     ------
@@ -79,15 +81,13 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
         limit: int | None = None,
         device: torch.device | str = "cpu",
         layout: str | None = None,
+        scrub: bool = False,
     ) -> None:
         super().__init__(geometry, memory_bytes, policy=policy, placement=placement, limit=limit)
         dtype = torch_dtype(geometry)
         where = torch.device(device)
-        if layout is None:
-            layout = "head-major" if where.type == "cpu" else "token-major"
-        if layout not in LAYOUTS:
-            raise ValueError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
-        self.layout = layout
+        self.layout = default_layout(where, layout)
+        self.scrub = scrub
         self._layers = [
             (self._new_arena(i, dtype, where), self._new_arena(i, dtype, where))
             for i in range(len(geometry.layers))
@@ -98,12 +98,13 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
         self._place: BatchMemo[tuple[torch.Tensor, torch.Tensor]] = BatchMemo()
 
     def _new_arena(self, layer: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """One uninitialised ``[T, H_kv, D]`` tensor in the cache's layout."""
+        """One ``[T, H_kv, D]`` tensor in the cache's layout, uninitialised unless scrubbed."""
         shape = self.geometry.layers[layer]
         heads, tokens, dim = shape.kv_heads, self._num_slots, shape.head_dim
+        make = torch.zeros if self.scrub else torch.empty
         if self.layout == "token-major":
-            return torch.empty(tokens, heads, dim, dtype=dtype, device=device)
-        return torch.empty(heads, tokens, dim, dtype=dtype, device=device).transpose(0, 1)
+            return make(tokens, heads, dim, dtype=dtype, device=device)
+        return make(heads, tokens, dim, dtype=dtype, device=device).transpose(0, 1)
 
     def write(
         self,
@@ -125,7 +126,7 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
                 arena[slots] = given[tokens]
 
     def _destination_of(self, seqs: Sequence[Seq], lens: Sequence[int] | None) -> Destination:
-        rows = self._table.rows(seqs)
+        rows = self._rows_of(seqs)
         start, length = self._start[rows], self._length[rows]
         counts = check_lens(seqs, length, lens)
         num_tokens = int(counts.sum())
@@ -136,18 +137,44 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
         return Destination(num_tokens, None, _slices(start + length, counts))
 
     def view(self, layer: int, seqs: Sequence[Seq]) -> DenseView:
-        """The whole arena of a layer and where each sequence lies in it; nothing is copied."""
+        """The whole arena of a layer and where each sequence lies in it; nothing is copied.
+
+        A layer with a sliding window shows the sequence from its first token on, too: contiguous
+        intervals cannot let go of the tokens that fell out of the window.
+        """
         k, v = self._layers[check_layer(self.geometry, layer)]
         starts, lengths = self._place.get(self._version, seqs, None, lambda: self._place_of(seqs))
         return DenseView(k, v, starts, lengths)
 
     def _place_of(self, seqs: Sequence[Seq]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._table.rows(seqs)
+        rows = self._rows_of(seqs)
         lengths = on_device(self._length[rows].astype("int32"), self.device)
         return on_device(self._start[rows], self.device), lengths
 
+    # ------------------------------------------------------------------ contents of slots
+
+    def _arenas(self) -> list[torch.Tensor]:
+        return [arena for pair in self._layers for arena in pair]
+
+    def _copy(self, source: int, start: int, length: int) -> None:
+        for arena in self._arenas():
+            arena[start : start + length] = arena[source : source + length]
+
+    def _read(self, start: int, length: int) -> list[torch.Tensor]:
+        return [arena[start : start + length].to("cpu", copy=True) for arena in self._arenas()]
+
+    def _write_back(self, start: int, length: int, contents: list[torch.Tensor]) -> None:
+        for arena, saved in zip(self._arenas(), contents, strict=True):
+            arena[start : start + length] = saved.to(self.device)
+
+    def _scrub(self, start: int, stop: int) -> None:
+        if self.scrub:
+            for arena in self._arenas():
+                arena[start:stop] = 0
+
     def close(self) -> None:
         self._layers.clear()
+        self._away.clear()
         self._destination.clear()
         self._place.clear()
         seal(self)

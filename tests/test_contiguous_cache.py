@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvalloc.contiguous import ContiguousAllocator, ContiguousKVCache
-from kvalloc.contiguous.cache import LAYOUTS, SLICE_TOKENS
+from kvalloc.contiguous.cache import SLICE_TOKENS
 from kvalloc.contract import KVCache, OutOfMemory
 from kvalloc.geometry import SLOTS, KVGeometry, LayerShape
 from kvalloc.kernels.reference import stored_tokens
+from kvalloc.tensors import LAYOUTS
 
 # Layers of unequal shape; the batch below is written to both.
 GEOMETRY = KVGeometry("uneven", (LayerShape(2, 4), LayerShape(3, 8)), 6, "float32", 200)
