@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,6 +74,13 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     if torch.isnan(error):
         return float("inf")
     return float(error / scale) if scale > 0 else float(error)
+
+
+def sparse_memory(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros that takes memory only where it is touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 def _scatter(
