@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -60,11 +60,12 @@ Columns = tuple[Column, ...]
 def terminal_table(columns: Columns, rows: Iterable[Row], title: str) -> Table:
     """The rows for a terminal."""
     rows = list(rows)
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=0)
     for column in columns:
-        table.add_column(
-            column.header, justify="right" if _numeric(column, rows) else "left", overflow="fold"
-        )
+        # Headers wrap, values do not.
+        width = max((len(column.write(row.get(column.key))) for row in rows), default=0)
+        justify: Literal["left", "right"] = "right" if _numeric(column, rows) else "left"
+        table.add_column(column.header, justify=justify, min_width=width, overflow="fold")
     for row in rows:
         table.add_row(*(column.write(row.get(column.key)) for column in columns))
     return table

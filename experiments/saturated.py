@@ -1,0 +1,102 @@
+"""More requests than fit: all arrive at once, and memory is sampled while some of them wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..contract import Allocator
+from .errors import BadInput
+from .scheduler import Counts, OnFailure, Scheduler
+from .trace import Trace
+
+
+def drain(
+    trace: Trace,
+    allocator: Allocator,
+    *,
+    on_failure: OnFailure = "recompute",
+    max_running: int | None = None,
+) -> Iterator[Scheduler]:
+    """Serve a trace whose arrivals are all at once; yields the scheduler after each step."""
+    scheduler = Scheduler(
+        allocator,
+        trace.prompt,
+        trace.output,
+        trace.max_new,
+        on_failure=on_failure,
+        max_running=max_running,
+    )
+    scheduler.step(range(len(trace)))
+    yield scheduler
+    while scheduler.active or scheduler.waiting:
+        scheduler.step(range(0))
+        yield scheduler
+
+
+class Shares:
+    """Where the bytes are, averaged over the steps in which a request waited for memory.
+
+    Waste is split by hindsight: what a sequence will still fill, and what it never will.
+    """
+
+    def __init__(self, trace: Trace, allocator: Allocator) -> None:
+        self.num_steps = 0
+        self._allocator = allocator
+        self._totals = trace.prompt + trace.output
+        self._sums: npt.NDArray[np.float64] = np.zeros(5)
+
+    def sample(self, scheduler: Scheduler) -> None:
+        """Book a step, if a request waits and one runs."""
+        if not (scheduler.waiting and scheduler.active):
+            return
+        usage = self._allocator.usage()
+        token_bytes = self._allocator.geometry.bytes_per_token
+        to_come = int(self._totals[scheduler.active].sum()) * token_bytes - usage.live
+        later = max(0, min(usage.reservation, to_come))
+        parts = (usage.live, later, usage.waste - later, usage.free)
+        self._sums += [*(part / usage.capacity for part in parts), len(scheduler.active)]
+        self.num_steps += 1
+
+    def mean(self) -> dict[str, float]:
+        """``tokens, later, never, free`` as shares of the memory, and ``running`` requests.
+
+        Raises
+        ------
+        BadInput
+            No request ever waited.
+        """
+        if not self.num_steps:
+            raise BadInput("no request had to wait: give less memory or more requests")
+        live, later, never, free, running = (self._sums / self.num_steps).tolist()
+        return {"tokens": live, "later": later, "never": never, "free": free, "running": running}
+
+
+class Served(NamedTuple):
+    """What a saturated run left behind.
+
+    Attributes
+    ----------
+    shares : dict
+        As ``Shares.mean`` gives them.
+    table_bytes : int
+        Peak size of the tables that a kernel reads.
+    """
+
+    shares: dict[str, float]
+    counts: Counts
+    num_steps: int
+    table_bytes: int
+
+
+def serve(trace: Trace, allocator: Allocator) -> Served:
+    """Serve a trace whose arrivals are all at once, and average where the bytes are."""
+    shares, counts, num_steps, table_bytes = Shares(trace, allocator), Counts(), 0, 0
+    for scheduler in drain(trace, allocator):
+        shares.sample(scheduler)
+        num_steps, counts = num_steps + 1, scheduler.counts
+        table_bytes = max(table_bytes, allocator.usage().table_bytes)
+    return Served(shares.mean(), counts, num_steps, table_bytes)

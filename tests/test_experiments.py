@@ -1,0 +1,165 @@
+"""Each experiment in its quick form: the rows that answer its question, not only that it ran."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvalloc.experiments import exp_concurrency
+from kvalloc.experiments.errors import BadInput
+from kvalloc.experiments.exp_concurrency import equal_requests
+from kvalloc.experiments.recorded import recorded
+from kvalloc.experiments.registry import NAMES, Report, find
+
+Row = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def no_recorded_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same requests everywhere: generated ones."""
+    monkeypatch.setenv("KVALLOC_TRACES", "")
+
+
+@cache
+def quick(name: str) -> tuple[list[Row], Report, list[tuple[int, int]]]:
+    """Rows of the quick form, run once; what was reported, and the steps of progress."""
+    module = find(name).module
+    steps: list[tuple[int, int]] = []
+    report = Report(progress=lambda done, total: steps.append((done, total)))
+    return module.run(module.QUICK, report), report, steps
+
+
+def rows_of(name: str) -> dict[str, Row]:
+    """Rows of the quick form by backend."""
+    return {row["backend"]: row for row in quick(name)[0]}
+
+
+def test_policies_come_in_the_papers_order() -> None:
+    rows = rows_of("policies")
+    for row in rows.values():
+        assert sum(row[key] for key in ("tokens", "later", "never", "free")) == pytest.approx(1)
+    orca = [rows[f"contiguous:{policy}:buddy"]["tokens"] for policy in ("limit", "pow2", "oracle")]
+    assert orca == sorted(orca) and orca[-1] < 0.5
+    assert rows["paged:16"]["tokens"] >= 0.95
+    assert rows["paged:16"]["later"] == 0 < rows["contiguous:limit:buddy"]["later"]
+    # A page of 2 MiB is 204.8 tokens in each of 80 buffers, or 2.56 tokens of all of them.
+    assert rows["vmm:2MiB"]["never"] > 0.1 > 0.01 > rows["vmm:2MiB:interleaved"]["never"]
+    by_tokens = sorted(rows.values(), key=lambda row: row["tokens"])
+    assert by_tokens[0]["steps"] == max(row["steps"] for row in by_tokens)
+
+
+def test_the_largest_free_interval_matters_to_intervals_alone() -> None:
+    rows = rows_of("fragmentation")
+    pages = rows.pop("paged:16")
+    assert pages["fragmentation_failures"] == 0 == pages["peak_fragmentation"]
+    assert set(pages["series"]["fragmentation"]) == {0.0}
+    for row in rows.values():
+        assert row["fragmentation_failures"] > 0 and 0 < row["mean_fragmentation"] < 1
+        assert row["mean_fragmentation"] <= row["peak_fragmentation"]
+        assert row["completed"] == pages["completed"] == 150
+        assert len(row["series"]["step"]) == len(row["series"]["fragmentation"]) <= 250
+    # A reservation by the true output is never outgrown; exact growth meets its neighbours.
+    assert all(row["growth_failures"] == 0 for name, row in rows.items() if "oracle" in name)
+    assert all(row["growth_failures"] > 0 for name, row in rows.items() if "exact" in name)
+
+
+def test_block_size_rows_have_waste_tables_and_measured_times() -> None:
+    rows = rows_of("block-size")
+    one, sixteen, sixty_four = (rows[f"paged:{block}"] for block in (1, 16, 64))
+    assert one["waste"] == 0 < sixteen["waste"] < sixty_four["waste"] < 0.2
+    assert one["table_bytes"] > 15 * sixteen["table_bytes"] > 45 * sixty_four["table_bytes"]
+    for row in rows.values():
+        for key in ("books_us", "grow_us", "write_ms", "attend_ms"):
+            assert row[key] > 0
+        assert row["attend_ms"] < row["tpot_ms"] <= row["tpot_p90_ms"]
+
+
+def test_pages_and_batches_of_vattention() -> None:
+    """Tokens per page by formula; what is printed otherwise is shown, not forced."""
+    small, large = quick("page-size")[0]
+    assert (small["tokens_per_page"], large["tokens_per_page"]) == (64, 2048)
+    assert (small["printed_tokens"], large["printed_tokens"]) == (32, 1024)
+    assert (small["printed_batch"], large["printed_batch"]) == (68, 56)
+    # Prompts of 1,700 to 5,100 tokens, and at most a page of 2,048 unfilled in every buffer.
+    assert 0.65 < large["ratio"] < 0.9 and small["ratio"] == 1
+    assert large["interleaved_batch"] == pytest.approx(small["interleaved_batch"], rel=0.02)
+    assert small["interleaved_batch"] > small["batch"] > large["batch"]
+
+
+def test_sixty_four_against_five_hundred_and_twelve() -> None:
+    running = {
+        name: equal_requests(name, exp_concurrency.CONFIG, Report())["running"]
+        for name in ("contiguous:limit", "paged:16", "vmm:64KiB", "vmm:2MiB")
+    }
+    assert list(running.values()) == [64, 512, 512, 256]
+
+
+def test_lengths_that_differ_keep_the_factor() -> None:
+    rows, report, _ = quick("concurrency")
+    equal, mixed = rows[:3], rows[3:]
+    assert [row["running"] for row in equal] == [16, 128, 128]
+    assert [row["factor"] for row in equal] == [1, 8, 8]
+    assert mixed[0]["factor"] == 1 and mixed[1]["factor"] > 8 and mixed[2]["factor"] > 8
+    assert mixed[1]["requests"] == "mixed" and "stand in" in report.notices[0]
+    with pytest.raises(BadInput, match="give less memory"):
+        config = replace(exp_concurrency.QUICK, requests=3)
+        exp_concurrency.recorded_requests("paged:16", config, Report())
+
+
+def test_hits_are_those_of_a_count_by_hand() -> None:
+    """Unlimited memory, full pages only, and at least one token left to compute (case 1)."""
+    rows = rows_of("prefix")
+    trace = recorded("no such file", "shared-prefix", 60, Report())
+    assert trace.prefix is not None
+    for page in (32, 256):
+        seen: set[tuple[Any, ...]] = set()
+        hits = 0
+        for runs, prompt in zip(trace.prefix, trace.prompt.tolist(), strict=True):
+            tokens = [(key, size, i) for key, size in runs for i in range(size)]
+            units = [tuple(tokens[: end + page]) for end in range(0, len(tokens) - page + 1, page)]
+            for end, unit in enumerate(units, start=1):
+                if unit not in seen or end * page > prompt - 1:
+                    break
+                hits += page
+            seen.update(units)
+        assert rows[f"paged:{page}"]["hit_tokens"] == hits
+    paged, mapped = rows["paged:32"], rows["vmm:64KiB"]
+    assert paged["page_tokens"] == mapped["page_tokens"] == 32
+    assert paged["hits"] == mapped["hits"] > rows["paged:256"]["hits"]
+    assert 0 < paged["saved"] == mapped["saved"] < 1
+
+
+def test_pressure_is_simulated_and_loses_only_what_it_rejects() -> None:
+    experiment = find("pressure")
+    assert experiment.module.SIMULATED and experiment.stem == "pressure-simulated"
+    rows, report, _ = quick("pressure")
+    assert report.notices[0].startswith("simulated")
+    by = {(row["rate"], row["strategy"]): row for row in rows}
+    for rate in (8.0, 60.0):
+        recompute, swap, reject = (by[rate, s] for s in ("recompute", "swap", "reject"))
+        assert recompute["lost"] == swap["lost"] == 0 == reject["preemptions"]
+        assert recompute["swapped_tokens"] == 0 == swap["recomputed_tokens"]
+    high = {strategy: by[60.0, strategy] for strategy in ("recompute", "swap", "reject")}
+    assert high["recompute"]["recomputed_tokens"] > 0 < high["swap"]["swapped_tokens"]
+    assert high["reject"]["lost"] > by[8.0, "reject"]["lost"]
+    assert high["recompute"]["ttft_p99_s"] > high["reject"]["ttft_p99_s"] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_experiment_draws_its_quick_rows(name: str, tmp_path: Path) -> None:
+    experiment = find(name)
+    rows, _, steps = quick(name)
+    assert rows and steps and all(0 <= done <= total for done, total in steps)
+    for column in experiment.module.COLUMNS:
+        assert any(column.key in row for row in rows), f"no row has {column.key}"
+        for row in rows:
+            column.write(row.get(column.key))
+    paths = experiment.module.plot(rows, tmp_path)
+    assert {path.name for path in paths} >= {f"{experiment.stem}.svg", f"{experiment.stem}.png"}
+    assert all(path.stat().st_size > 1000 for path in paths)
+    if experiment.module.SIMULATED:
+        assert "simulated" in (tmp_path / f"{experiment.stem}.svg").read_text().lower()
