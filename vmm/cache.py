@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from types import TracebackType
 from typing import Literal
 
 import numpy as np
@@ -23,17 +24,16 @@ from ..tensors import (
     seal,
     torch_dtype,
 )
-from .allocator import VmmAllocator
-from .driver import Driver
+from .devices import make_driver
+from .driver import Driver, DriverError
+from .locked import LockedVmmAllocator
+from .mapper import Mapper
 from .physical import PhysicalPool
-from .reservation import Reservation
 from .rows import plan_rows
-
-MOST_ADDRESS_BYTES = 1 << 44
-"""16 of the 128 TiB of addresses that a process has: what the rows of one cache may take."""
+from .space import RowSpace, most_rows
 
 
-class VmmKVCache(VmmAllocator, KVCache):
+class VmmKVCache(LockedVmmAllocator, KVCache):
     """Sequences at consecutive addresses; physical pages are mapped under them as they grow.
 
     Parameters
@@ -54,7 +54,17 @@ class VmmKVCache(VmmAllocator, KVCache):
     max_rows
         Most sequences at a time. None: twice as many as could have a page in each buffer,
         within 16 TiB of addresses. Having no row left is a refusal, never ``fragmented``.
+    ahead_tokens, ahead_pages
+        Let a thread map ``ahead_pages`` further pages per buffer for sequences that are within
+        ``ahead_tokens`` tokens of a page boundary; 0 tokens: no thread.
+
+    Attributes
+    ----------
+    mapper : Mapper | None
+        The thread that maps ahead.
     """
+
+    attaches = True
 
     def __init__(
         self,
@@ -71,13 +81,19 @@ class VmmKVCache(VmmAllocator, KVCache):
         guard: Literal["fault", "zero"] = "fault",
         scrub: bool = False,
         max_rows: int | None = None,
+        ahead_tokens: int = 0,
+        ahead_pages: int = 1,
     ) -> None:
-        dtype = torch_dtype(geometry)
+        if count("ahead_tokens", ahead_tokens) and count("ahead_pages", ahead_pages) < 1:
+            raise ValueError("mapping ahead needs at least one page: give ahead_pages >= 1")
+        self.mapper: Mapper | None = None
+        torch_dtype(geometry)  # refuses a latent
         self.scrub = scrub
+        self._own_driver: Driver | None = None
         with ExitStack() as undo:
             if pool is None:
                 if driver is None:
-                    driver = make_driver(torch.device(device), page_bytes, guard)
+                    driver = self._own_driver = make_driver(torch.device(device), page_bytes, guard)
                     undo.callback(driver.close)
                 pool = PhysicalPool(driver, count("memory_bytes", memory_bytes or 0), page_bytes)
             elif memory_bytes is not None or driver is not None:
@@ -92,50 +108,25 @@ class VmmKVCache(VmmAllocator, KVCache):
                 limit=limit,
                 pool=pool,
             )
-            self._make_rows(max_rows, undo)
-            self._exit = undo.pop_all()
-        self._k = [self._tensor(dtype, i, 0) for i in range(len(geometry.layers))]
-        self._v = [self._tensor(dtype, i, 1) for i in range(len(geometry.layers))]
-        self._bytes = [self._flat(reservation, torch.uint8) for reservation in self._reservations]
-        self.device = self._k[0].device
+            self._make_rows(max_rows)
+            undo.pop_all()
+        self.device = self._space.k[0].device
         self._group_of = {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
         self._targets = BatchMemo[dict[int, torch.Tensor]]()
         self._views = BatchMemo[dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]]()
+        if ahead_tokens:
+            self.mapper = Mapper(self, ahead_tokens, ahead_pages)
 
-    def _make_rows(self, max_rows: int | None, undo: ExitStack) -> None:
-        """Reserve the addresses of all rows: one range per buffer, since a view has one base."""
+    def _make_rows(self, max_rows: int | None) -> None:
+        """Reserve the addresses of all rows."""
         tokens = self.capacity if self.limit is None else min(self.limit, self.capacity)
         plan = plan_rows(self.geometry, self.buffers, self.page_bytes, tokens)
         if max_rows is None:
             paged = 2 * self.pool.num_pages // self.num_columns + 8
-            max_rows = max(1, min(paged, MOST_ADDRESS_BYTES // sum(plan.row_bytes)))
+            max_rows = min(paged, most_rows(plan))
         self.max_rows = count("max_rows", max_rows)
         self._places = plan.places
-        self._reservations = []
-        for row_bytes in plan.row_bytes:
-            reservation = Reservation(self.physical.driver, row_bytes * max_rows, self.page_bytes)
-            self._reservations.append(reservation)
-            undo.callback(reservation.free)
-        self._runs = [
-            [(self._reservations[c.reservation], c.row_bytes, c.offset) for c in columns]
-            for columns in plan.columns
-        ]
-
-    def _flat(self, reservation: Reservation, dtype: torch.dtype) -> torch.Tensor:
-        size = (reservation.num_bytes // dtype.itemsize,)
-        return self.physical.driver.tensor(reservation.address, size, dtype)
-
-    def _tensor(self, dtype: torch.dtype, layer: int, tensor: int) -> torch.Tensor:
-        """K or V of a layer over all rows: ``[T, H_kv, D]``, mostly unmapped."""
-        place, shape = self._places[layer, tensor], self.geometry.layers[layer]
-        reservation = self._reservations[place.reservation]
-        flat = self._flat(reservation, dtype)
-        used = place.offset + (shape.kv_heads - 1) * place.head_stride
-        used += shape.head_dim * dtype.itemsize
-        num_tokens = (reservation.num_bytes - used) // place.token_stride + 1
-        strides = (place.token_stride // dtype.itemsize, place.head_stride // dtype.itemsize, 1)
-        size = (num_tokens, shape.kv_heads, shape.head_dim)
-        return flat.as_strided(size, strides, place.offset // dtype.itemsize)
+        self._space = RowSpace(self.geometry, plan, self.max_rows, self.physical, scrub=self.scrub)
 
     # ------------------------------------------------------------------ reading and writing
 
@@ -155,8 +146,8 @@ class VmmKVCache(VmmAllocator, KVCache):
             targets[row_tokens] = self._targets_of(seqs, lens, row_tokens)
         index = targets[row_tokens]
         check_tensors(self.geometry, layer, k, v, len(index), self.device)
-        self._k[layer][index] = k
-        self._v[layer][index] = v
+        self._space.k[layer][index] = k
+        self._space.v[layer][index] = v
 
     def _targets_of(
         self, seqs: Sequence[Seq], lens: Sequence[int] | None, row_tokens: int
@@ -173,7 +164,7 @@ class VmmKVCache(VmmAllocator, KVCache):
         spans = self._views.get(self._version, seqs, None, dict)
         if key not in spans:
             spans[key] = self._spans_of(seqs, *key)
-        return DenseView(self._k[layer], self._v[layer], *spans[key])
+        return DenseView(self._space.k[layer], self._space.v[layer], *spans[key])
 
     def _spans_of(
         self, seqs: Sequence[Seq], g: int, row_tokens: int
@@ -186,8 +177,8 @@ class VmmKVCache(VmmAllocator, KVCache):
 
     # ------------------------------------------------------------------ pages
 
-    def _choose_row(self, tokens: int) -> int:
-        row = super()._choose_row(tokens)
+    def _choose_row(self, tokens: int, max_new: int = 0) -> int:
+        row = super()._choose_row(tokens, max_new)
         if row >= self.max_rows:
             raise OutOfMemory(1, 0, 0, unit="rows")
         return row
@@ -195,47 +186,38 @@ class VmmKVCache(VmmAllocator, KVCache):
     def _attach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
         """Map the pages of the table, one access grant per contiguous run; all or nothing."""
         with ExitStack() as undo:
-            for row, begin, end in zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True):
-                if begin == end:
-                    continue
-                handles = self.physical.handles(
-                    self._table.of_row(row, self._columns[g], begin, end)
-                )
-                for c, (reservation, row_bytes, offset) in enumerate(self._runs[g]):
-                    at = row * row_bytes + offset + begin * self.page_bytes
-                    size = end - begin
-                    reservation.map(at, handles[c * size : (c + 1) * size])
-                    undo.callback(reservation.unmap, at, size)
+            for row, begin, pages in self._runs(rows, g, begins, ends):
+                self._space.map(row, g, begin, pages)
+                undo.callback(self._space.unmap, row, g, begin, pages)
             undo.pop_all()
 
     def _detach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
-        """Unmap pages, once queued work that may read them has completed."""
+        """Unmap pages, once queued work that may read them has completed; all or nothing."""
         self.physical.driver.wait(self.physical.driver.fence())
+        with ExitStack() as undo:
+            for row, begin, pages in self._runs(rows, g, begins, ends):
+                self._space.unmap(row, g, begin, pages)
+                undo.callback(self._space.map, row, g, begin, pages)
+            undo.pop_all()
+
+    def _runs(
+        self, rows: Rows, g: int, begins: Ints, ends: Ints
+    ) -> Iterator[tuple[int, int, PageIds]]:
+        """Row, first page number in it, and the table's pages ``[columns, n]``; no empty runs."""
         for row, begin, end in zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True):
-            if begin == end:
-                continue
-            for reservation, row_bytes, offset in self._runs[g]:
-                at = row * row_bytes + offset + begin * self.page_bytes
-                reservation.unmap(at, end - begin)
+            if begin < end:
+                pages = self._table.of_row(row, self._columns[g], begin, end)
+                yield row, begin, pages.reshape(-1, end - begin)
 
     # ------------------------------------------------------------------ contents of pages
 
-    def _spots(self, row: int, g: int, begin: int, end: int) -> list[torch.Tensor]:
-        """The bytes of pages ``begin … end − 1`` of a row, one tensor per column."""
-        spots = []
-        for reservation, row_bytes, offset in self._runs[g]:
-            at = row * row_bytes + offset
-            flat = self._bytes[self._reservations.index(reservation)]
-            spots.append(flat[at + begin * self.page_bytes : at + end * self.page_bytes])
-        return spots
-
     def _read(self, row: int, g: int, begin: int, end: int) -> list[torch.Tensor]:
-        return [spot.cpu().clone() for spot in self._spots(row, g, begin, end)]
+        return [spot.cpu().clone() for spot in self._space.spots(row, g, begin, end)]
 
     def _write_back(
         self, row: int, g: int, begin: int, end: int, contents: list[torch.Tensor]
     ) -> None:
-        for spot, saved in zip(self._spots(row, g, begin, end), contents, strict=True):
+        for spot, saved in zip(self._space.spots(row, g, begin, end), contents, strict=True):
             spot.copy_(saved)
 
     def _scrub(self, row: int, g: int, begin: int, end: int) -> None:
@@ -244,12 +226,12 @@ class VmmKVCache(VmmAllocator, KVCache):
         for n in range(begin, end):
             pages = self._table.of_row(row, self._columns[g], n, n + 1)
             if (self.pool.refs(pages) == 1).all() and not self.prefix_index.holds(pages):
-                for spot in self._spots(row, g, n, n + 1):
+                for spot in self._space.spots(row, g, n, n + 1):
                     spot.zero_()
 
     def _scrub_evicted(self, pages: PageIds) -> None:
-        if self.scrub:  # mapped nowhere: the system hands out zeroed memory for the next handle
-            self.physical.release_memory(pages)
+        if self.scrub:  # mapped nowhere: they are zeroed where they are seen next
+            self.physical.unclean[pages] = True
 
     # ------------------------------------------------------------------ giving back
 
@@ -260,21 +242,35 @@ class VmmKVCache(VmmAllocator, KVCache):
         return num
 
     def close(self) -> None:
-        """Unmap, release and free everything. Tensors handed out before must not be touched."""
+        """Unmap, release and free everything. After an error, closing again goes on from there.
+
+        Raises
+        ------
+        DriverError
+            Tensors over the memory are alive, from ``view`` or slices of those; nothing was
+            closed.
+        """
+        with self.pool.lock:
+            self._space.require_unseen()
+        if self.mapper is not None:
+            self.mapper.close()
         for seq in [*self._seqs, *self._away]:
             self.release(seq)
         self.reclaim()
-        self._k, self._v, self._bytes = [], [], []
-        for memo in (self._targets, self._views):
-            memo.clear()
-        self._exit.close()
+        self._targets.clear()
+        self._views.clear()
+        self._space.close()
+        if self._own_driver is not None:
+            self._own_driver.close()
         seal(self)
 
-
-def make_driver(device: torch.device, page_bytes: int, guard: Literal["fault", "zero"]) -> Driver:
-    """The driver for a device, for pages of ``page_bytes``."""
-    if device.type == "cpu":
-        from .host import HostDriver
-
-        return HostDriver(page_bytes, guard)
-    raise ValueError(f"no driver for {device}: use cpu")
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # The traceback of an error holds the views of its frames; the error is what counts then,
+        # and the memory returns when the last of them goes.
+        with suppress(*[DriverError] if error is not None else []):
+            self.close()

@@ -34,6 +34,11 @@ class Driver(Protocol):
         """Every size and address is a multiple of this."""
         ...
 
+    @property
+    def num_views(self) -> int:
+        """Tensors (storages: slices share one) over the driver's ranges that are alive."""
+        ...
+
     def reserve(self, num_bytes: int) -> int:
         """Reserve an address range; returns its address. No memory is taken."""
         ...
@@ -43,7 +48,10 @@ class Driver(Protocol):
         ...
 
     def create(self, num_bytes: int) -> int:
-        """Take a page of physical memory; returns its handle. ``OutOfMemory`` if there is none."""
+        """Take a page of physical memory; returns its handle. ``OutOfMemory`` if there is none.
+
+        What it holds is undefined (the host's is zero).
+        """
         ...
 
     def release(self, handle: int) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Sequence
 
 from ..contract import OutOfMemory, Prefix, Seq
 from .allocator import VmmAllocator
+from .mapper import Mapper
 
 
 class LockedVmmAllocator(VmmAllocator):
-    """``VmmAllocator`` for two threads: a caller, and the mapper."""
+    """``VmmAllocator`` for two threads: a caller, and the mapper, which it wakes."""
+
+    mapper: Mapper | None
 
     def admit(
         self,
@@ -24,7 +27,7 @@ class LockedVmmAllocator(VmmAllocator):
     ) -> int:
         """See ``Allocator.admit``."""
         with self.pool.lock:
-            return super().admit(
+            cached = super().admit(
                 seq,
                 tokens,
                 max_new=max_new,
@@ -33,13 +36,19 @@ class LockedVmmAllocator(VmmAllocator):
                 prefix=prefix,
                 salt=salt,
             )
+        if self.mapper is not None:
+            self.mapper.wake()
+        return cached
 
     def grow(
         self, seqs: Sequence[Seq], tokens: int = 1, *, stop_at_refusal: bool = False
     ) -> dict[Seq, OutOfMemory]:
         """See ``Allocator.grow``."""
         with self.pool.lock:
-            return super().grow(seqs, tokens, stop_at_refusal=stop_at_refusal)
+            refused = super().grow(seqs, tokens, stop_at_refusal=stop_at_refusal)
+        if self.mapper is not None:
+            self.mapper.wake()
+        return refused
 
     def release(self, seq: Seq) -> None:
         """See ``Allocator.release``."""

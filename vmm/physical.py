@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..pages import PageIds, PagePool
 from ..sequences import count
@@ -23,6 +24,11 @@ class PhysicalPool(PagePool):
         Most memory that the pool takes, rounded down to whole pages.
     page_bytes
         A multiple of the driver's granularity.
+
+    Attributes
+    ----------
+    unclean : bool array
+        Per page: it is to be overwritten with zeros when it is next put in place.
     """
 
     def __init__(self, driver: Driver, memory_bytes: int, page_bytes: int) -> None:
@@ -35,11 +41,17 @@ class PhysicalPool(PagePool):
         self.driver = driver
         self.page_bytes = page_bytes
         self._handles = np.full(self.num_pages, -1, np.int64)
+        self.unclean = np.zeros(self.num_pages, np.bool_)
 
     @property
     def num_created(self) -> int:
         """Pages that take physical memory at the moment."""
         return int((self._handles >= 0).sum())
+
+    def lacking(self, pages: PageIds) -> NDArray[np.bool_]:
+        """Which of the pages have no memory yet."""
+        lacking: NDArray[np.bool_] = self._handles[pages] < 0
+        return lacking
 
     def handles(self, pages: PageIds) -> list[int]:
         """Handles of pages, created where missing. ``OutOfMemory`` if the driver has no more."""
@@ -52,12 +64,9 @@ class PhysicalPool(PagePool):
 
     def trim(self) -> int:
         """Release the handles of free pages; returns how many."""
-        return self.release_memory(self.free_pages())
-
-    def release_memory(self, pages: PageIds) -> int:
-        """Release the handles of unmapped pages, which takes their contents along."""
-        created = pages[self._handles[pages] >= 0]
+        free = self.free_pages()
+        created = free[~self.lacking(free)]
         for page in created.tolist():
-            handle, self._handles[page] = int(self._handles[page]), -1
-            self.driver.release(handle)
+            self.driver.release(int(self._handles[page]))
+            self._handles[page] = -1
         return len(created)

@@ -1,0 +1,201 @@
+"""The addresses of a cache's rows: reserved once, seen as tensors, with pages put under parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import torch
+
+from ..geometry import KVGeometry
+from ..pages import PageIds
+from ..tensors import torch_dtype
+from .dlpack import Views
+from .driver import DriverError
+from .physical import PhysicalPool
+from .reservation import Reservation
+from .rows import RowPlan
+
+MOST_ADDRESS_BYTES = 1 << 44
+"""16 of the 128 TiB of addresses that a process has: what the rows of one cache may take."""
+MOST_ROW_TOKENS = (1 << 31) - 1
+"""Tokens over all rows of a buffer: the dense kernels of GPUs count them in int32."""
+
+
+def most_rows(plan: RowPlan) -> int:
+    """Rows that the addresses of one cache can hold, at least 1."""
+    row_tokens = max(place.row_tokens for place in plan.places.values())
+    return max(1, min(MOST_ADDRESS_BYTES // sum(plan.row_bytes), MOST_ROW_TOKENS // row_tokens))
+
+
+class RowSpace:
+    """Rows of addresses under one base per buffer, since a view has one base.
+
+    Parameters
+    ----------
+    geometry, plan
+        What lies where in a row.
+    num_rows
+        How many of them.
+    pool
+        Where the pages and the driver come from.
+    scrub
+        Zero pages that were created for this space: drivers do not promise that they are.
+
+    Attributes
+    ----------
+    k, v : list of torch.Tensor
+        Per layer ``[T, H_kv, D]`` over all rows, mostly unmapped.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        plan: RowPlan,
+        num_rows: int,
+        pool: PhysicalPool,
+        *,
+        scrub: bool = False,
+    ) -> None:
+        # First of all attributes: who is dropped without ``close`` loses its tensors before its
+        # driver, which returns its memory only if nobody looks at it.
+        self.k: list[torch.Tensor] = []
+        self.v: list[torch.Tensor] = []
+        self._bytes: list[torch.Tensor] = []
+        self._geometry = geometry
+        self._plan = plan
+        self._pool = pool
+        self._scrub = scrub
+        self._views = Views()
+        self._reservations: list[Reservation] = []
+        with ExitStack() as undo:
+            for row_bytes in plan.row_bytes:
+                made = Reservation(pool.driver, row_bytes * num_rows, pool.page_bytes)
+                self._reservations.append(made)
+                undo.callback(made.free)
+            undo.callback(self._drop_tensors)
+            self._make_tensors()
+            undo.pop_all()
+
+    def _make_tensors(self) -> None:
+        """One storage per reservation, seen as bytes and as K and V of layers."""
+        tensor, add = self._pool.driver.tensor, self._views.add
+        self._bytes = [
+            add(tensor(made.address, (made.num_bytes,), torch.uint8), made.address)
+            for made in self._reservations
+        ]
+        layers = range(len(self._geometry.layers))
+        self.k, self.v = ([self._tensor(layer, i) for layer in layers] for i in range(2))
+
+    def _tensor(self, layer: int, tensor: int) -> torch.Tensor:
+        """K (0) or V (1) of a layer over all rows."""
+        place, shape = self._plan.places[layer, tensor], self._geometry.layers[layer]
+        dtype = torch_dtype(self._geometry)
+        used = place.offset + (shape.kv_heads - 1) * place.head_stride
+        used += shape.head_dim * dtype.itemsize
+        num_bytes = self._reservations[place.reservation].num_bytes
+        num_tokens = (num_bytes - used) // place.token_stride + 1
+        strides = (place.token_stride // dtype.itemsize, place.head_stride // dtype.itemsize, 1)
+        size = (num_tokens, shape.kv_heads, shape.head_dim)
+        flat = self._bytes[place.reservation].view(dtype)
+        return flat.as_strided(size, strides, place.offset // dtype.itemsize)
+
+    def _drop_tensors(self) -> None:
+        self.k, self.v, self._bytes = [], [], []
+
+    # ------------------------------------------------------------------ pages
+
+    def map(self, row: int, g: int, begin: int, pages: PageIds) -> None:
+        """Put pages under a row, from the ``begin``-th of each column on; all or nothing.
+
+        Parameters
+        ----------
+        g
+            The group of buffers.
+        pages
+            ``[columns of the group, n]``. One access grant per column.
+        """
+        if self._scrub:
+            self._pool.unclean[pages] |= self._pool.lacking(pages)
+        with ExitStack() as undo:
+            for reservation, at, handles in self._runs(row, g, begin, pages):
+                reservation.map(at, handles)
+                undo.callback(reservation.unmap, at, len(handles))
+            if self._pool.unclean[pages].any():
+                self._clean(row, g, begin, pages)
+            undo.pop_all()
+
+    def unmap(self, row: int, g: int, begin: int, pages: PageIds) -> None:
+        """Undo ``map``; all or nothing. Nothing queued may still read the pages."""
+        with ExitStack() as undo:
+            for reservation, at, handles in self._runs(row, g, begin, pages):
+                reservation.unmap(at, len(handles))
+                undo.callback(reservation.map, at, handles)
+            undo.pop_all()
+
+    def _runs(
+        self, row: int, g: int, begin: int, pages: PageIds
+    ) -> Iterator[tuple[Reservation, int, list[int]]]:
+        """Per column of a group: where the pages go, and their handles (created if missing)."""
+        handles, size = self._pool.handles(pages.ravel()), pages.shape[1]
+        for c in range(len(pages)):
+            yield *self._at(row, g, c, begin), handles[c * size : (c + 1) * size]
+
+    def _at(self, row: int, g: int, c: int, n: int) -> tuple[Reservation, int]:
+        """Where the n-th page of a row is in one column: a reservation and an offset in bytes."""
+        column = self._plan.columns[g][c]
+        offset = row * column.row_bytes + column.offset + n * self._pool.page_bytes
+        return self._reservations[column.reservation], offset
+
+    # ------------------------------------------------------------------ contents
+
+    def spots(self, row: int, g: int, begin: int, end: int) -> list[torch.Tensor]:
+        """The bytes of pages ``begin … end − 1`` of a row, one tensor per column."""
+        num_bytes = (end - begin) * self._pool.page_bytes
+        spots = []
+        for c, column in enumerate(self._plan.columns[g]):
+            _, at = self._at(row, g, c, begin)
+            spots.append(self._bytes[column.reservation][at : at + num_bytes])
+        return spots
+
+    def _clean(self, row: int, g: int, begin: int, pages: PageIds) -> None:
+        """Overwrite pages just put in place whose remains are nobody's business."""
+        size = self._pool.page_bytes
+        for spot, unclean in zip(
+            self.spots(row, g, begin, begin + pages.shape[1]),
+            self._pool.unclean[pages],
+            strict=True,
+        ):
+            for n in unclean.nonzero()[0].tolist():
+                spot[n * size : (n + 1) * size].zero_()
+        # Whoever uses the pages next may be on another stream.
+        self._pool.driver.wait(self._pool.driver.fence())
+        self._pool.unclean[pages] = False
+
+    # ------------------------------------------------------------------ giving back
+
+    def require_unseen(self) -> None:
+        """Refuse if a tensor that was handed out lives on: it would look at foreign memory.
+
+        Raises
+        ------
+        DriverError
+            Nothing was changed.
+        """
+        num_own = len(self._bytes)
+        self._drop_tensors()
+        num_living = self._views.living()
+        if num_own:
+            self._make_tensors()
+        if num_living:
+            raise DriverError(
+                f"close: {num_living} tensors over the memory of this cache are alive (views, or "
+                "slices of them): drop them first"
+            )
+
+    def close(self) -> None:
+        """Free the addresses; nothing may be mapped. After an error it goes on from there."""
+        self._drop_tensors()
+        while self._reservations:
+            self._reservations[-1].free()
+            self._reservations.pop()
