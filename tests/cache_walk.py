@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kvalloc.contract import DenseView, KVCache, NeverFits, OutOfMemory, PagedView
+from kvalloc.contract import DenseView, KVCache, NeverFits, OutOfMemory, PagedView, Usage
 
 TOPICS = 3  # prompts begin with one of so many common beginnings
 
@@ -110,11 +110,11 @@ class Walk:
 
     def fork(self) -> None:
         parent, child = self.random.choice(sorted(self.tokens)), self.fresh()
-        before = self.cache.usage()
+        before = self.books()
         try:
             self.cache.fork(parent, child)
         except OutOfMemory:
-            assert self.cache.usage()._replace(warm=0) == before._replace(warm=0)
+            assert self.books() == before
             self.done["fork refused"] += 1
             return
         self.tokens[child] = list(self.tokens[parent])
@@ -123,9 +123,11 @@ class Walk:
     def truncate(self) -> None:
         seq = self.random.choice(sorted(self.tokens))
         n = self.random.randint(0, len(self.tokens[seq]))
+        before = self.books()
         try:
             self.cache.truncate(seq, n)
         except OutOfMemory:
+            assert self.books() == before
             self.done["truncate refused"] += 1
         except ValueError as error:
             assert "window" in str(error)
@@ -143,15 +145,21 @@ class Walk:
 
     def restore(self) -> None:
         seq = self.random.choice(sorted(self.away))
+        before = self.books()
         try:
             self.cache.restore(seq, headroom=self.random.randint(0, 1))
         except OutOfMemory:
+            assert self.books() == before
             self.done["restore refused"] += 1
         else:
             self.tokens[seq] = self.away.pop(seq)
             self.done["restore"] += 1
 
     # ------------------------------------------------------------------ checking
+
+    def books(self) -> Usage:
+        """What a refusal must not change; which free pages are still mapped it may."""
+        return self.cache.usage()._replace(warm=0)
 
     def read_back(self) -> None:
         seqs = sorted(self.tokens)
@@ -168,19 +176,23 @@ class Walk:
                 expected = self.vectors(layer, self.tokens[seq][first:])
                 assert torch.equal(k, expected[0]) and torch.equal(v, expected[1]), (layer, seq)
 
+    def step(self) -> None:
+        """One random verb; books and contents are checked after it."""
+        verbs = [self.admit] * 3
+        if self.tokens:
+            verbs += [self.grow] * 6 + [self.fork, self.truncate, self.offload]
+        if self.tokens or self.away:
+            verbs += [self.release] * 2
+        if self.away:
+            verbs += [self.restore] * 2
+        self.random.choice(verbs)()
+        self.cache.check_invariants()
+        self.read_back()
+
     def run(self, num_steps: int) -> None:
-        """Random verbs; books and contents are checked after each."""
+        """Random verbs, then a drain: everything is free again."""
         for _ in range(num_steps):
-            verbs = [self.admit] * 3
-            if self.tokens:
-                verbs += [self.grow] * 6 + [self.fork, self.truncate, self.offload]
-            if self.tokens or self.away:
-                verbs += [self.release] * 2
-            if self.away:
-                verbs += [self.restore] * 2
-            self.random.choice(verbs)()
-            self.cache.check_invariants()
-            self.read_back()
+            self.step()
         for seq in [*self.tokens, *self.away]:
             self.cache.release(seq)
         self.cache.check_invariants()

@@ -30,6 +30,13 @@ class Model:
         self.held: dict[int, int] = {}
         self.room: dict[int, int] = {}
         self.length: dict[int, int] = {}
+        self.away: dict[int, tuple[int, int]] = {}  # length and reservation
+
+    def missing(self, seq: int) -> type[Exception] | None:
+        """What a verb raises for a sequence that is not in the arena."""
+        if seq in self.away:
+            return ValueError
+        return None if seq in self.length else KeyError
 
     def refusal(self, needed: int, blocked: bool = False) -> tuple[object, ...]:
         largest = max((size for _, size in self.bitmap.intervals()), default=0)
@@ -47,7 +54,7 @@ class Model:
         return None
 
     def admit(self, seq: int, tokens: int, new: int, headroom: int) -> object:
-        if seq in self.length:
+        if seq in self.length or seq in self.away:
             return ValueError
         power = 0 if new == 0 else next(2**i for i in range(9) if 2**i >= new)
         extra = {"max": new, "oracle": new, "pow2": power, "exact": 0}.get(self.policy)
@@ -63,8 +70,8 @@ class Model:
         return refusal
 
     def grow(self, seqs: list[int], tokens: int, stop: bool) -> object:
-        if any(seq not in self.length for seq in seqs):
-            return KeyError
+        if wrong := [error for error in map(self.missing, seqs) if error]:
+            return wrong[0]
         if len(set(seqs)) < len(seqs):
             return ValueError
         if self.limit is not None and any(self.length[s] + tokens > self.limit for s in seqs):
@@ -100,12 +107,59 @@ class Model:
         return None
 
     def release(self, seq: int) -> object:
+        if self.away.pop(seq, None):
+            return None
         if seq not in self.length:
             return KeyError
         self.bitmap.mark(self.start[seq], self.held[seq], True)
         for book in (self.start, self.held, self.room, self.length):
             del book[seq]
         return None
+
+    def fork(self, parent: int, child: int) -> object:
+        if error := self.missing(parent):
+            return error
+        if child in self.length or child in self.away:
+            return ValueError
+        room = self.room[parent]
+        refusal = self.place(child, room, room)
+        if refusal is None:
+            self.length[child] = self.length[parent]
+        return refusal
+
+    def truncate(self, seq: int, tokens: int) -> object:
+        if error := self.missing(seq):
+            return error
+        if tokens > self.length[seq]:
+            return ValueError
+        self.length[seq] = tokens
+        if self.policy == "exact":
+            kept = self.bitmap.rounded(tokens)
+            self.bitmap.mark(self.start[seq] + kept, self.held[seq] - kept, True)
+            self.held[seq], self.room[seq] = kept, tokens
+        return None
+
+    def offload(self, seq: int) -> object:
+        if error := self.missing(seq):
+            return error
+        away = self.length[seq], self.room[seq]
+        self.release(seq)
+        self.away[seq] = away
+        return None
+
+    def restore(self, seq: int, headroom: int) -> object:
+        if seq not in self.away:
+            return ValueError if seq in self.length else KeyError
+        length, room = self.away[seq]
+        roomy = length + headroom
+        if roomy > self.longest or (self.limit is not None and roomy > self.limit):
+            return NeverFits
+        room = room if self.policy == "exact" else max(room, roomy)
+        refusal = self.place(seq, room, max(room, roomy))
+        if refusal is None:
+            self.length[seq] = length
+            del self.away[seq]
+        return refusal
 
     def usage(self) -> Usage:
         live, room, held = (sum(b.values()) for b in (self.length, self.room, self.held))
@@ -142,6 +196,10 @@ STEP: st.SearchStrategy[tuple[Any, ...]] = st.one_of(
     st.tuples(st.just("grow all"), st.just([]), st.integers(1, 3), st.booleans()),
     st.tuples(st.just("grow"), st.lists(SEQ, max_size=3), st.just(1), st.booleans()),
     st.tuples(st.just("release"), SEQ),
+    st.tuples(st.just("fork"), SEQ, SEQ),
+    st.tuples(st.just("truncate"), SEQ, st.integers(0, 9)),
+    st.tuples(st.just("offload"), SEQ),
+    st.tuples(st.just("restore"), SEQ, st.sampled_from([0, 0, 2])),
 )
 
 
@@ -170,8 +228,12 @@ def test_every_step_does_and_says_what_the_model_does(
                 allocator.admit, seq, tokens, max_new=new, expected_new=new, headroom=headroom
             )
             assert answer == model.admit(seq, tokens, new, headroom)
-        elif verb == "release":
-            assert told(allocator.release, *args) == model.release(*args)
+        elif verb == "restore":
+            seq, headroom = args
+            answer = told(allocator.restore, seq, headroom=headroom)
+            assert answer == model.restore(seq, headroom)
+        elif verb in ("release", "fork", "truncate", "offload"):
+            assert told(getattr(allocator, verb), *args) == getattr(model, verb)(*args)
         else:
             seqs, tokens, stop = args
             seqs = list(model.length) if verb == "grow all" else seqs
@@ -181,7 +243,7 @@ def test_every_step_does_and_says_what_the_model_does(
             if isinstance(wanted, dict):
                 assert isinstance(answer, dict) and list(answer) == list(wanted), "in order"
         check_books(allocator, model)
-    for seq in list(model.length):
+    for seq in [*model.length, *model.away]:
         allocator.release(seq)
     assert allocator.usage().free == slots * TOKEN_BYTES
     assert allocator.usage().reserved == allocator.usage().table_bytes == 0
@@ -198,3 +260,5 @@ def check_books(allocator: ContiguousAllocator, model: Model) -> None:
         span = (start * TOKEN_BYTES, (start + held) * TOKEN_BYTES)
         assert allocator.spans(seq) == ([span] if held else [])
         assert allocator.length(seq) == length
+    for seq, (length, _) in model.away.items():
+        assert allocator.length(seq) == length and told(allocator.spans, seq) is ValueError
