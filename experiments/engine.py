@@ -32,7 +32,7 @@ class Engine:
         Where K and V go.
     clock
         Attention is timed here, once per step over all layers (``attend``), and each decode
-        step as a whole (``step``).
+        step as a whole, its growth included (``step``).
     prefix
         Runs of each request's prompt: equal runs get equal values, as in a model.
     verify
@@ -49,7 +49,7 @@ class Engine:
         verify: bool = False,
     ) -> None:
         self.max_abs_error: float | None = 0.0 if verify else None
-        self._cache, self._clock, self._verify = cache, clock, verify
+        self._cache, self._clock, self._num_grown = cache, clock, 0
         self._prefix = prefix
         geometry = cache.geometry
         dtype, device = torch_dtype(geometry), cache.device
@@ -62,13 +62,23 @@ class Engine:
     def prefill(self, request: int, tokens: int, cached: int) -> None:
         """Write and attend a prompt, from its ``cached`` first tokens on."""
         owner = self._owners(request, tokens)[cached:]
-        self._run([request], owner, torch.arange(cached, tokens), [tokens - cached], "prefill")
+        lens = [tokens - cached]
+        outputs = self._run([request], owner, torch.arange(cached, tokens), lens, "prefill")
+        self._verify([request], lens, outputs)
 
     def decode(self, requests: list[int]) -> None:
         """Write and attend the newest token of each request."""
-        with self._clock.span("step"):
-            position = torch.tensor([self._cache.length(r) - 1 for r in requests])
-            self._run(requests, torch.tensor(requests), position, None, "attend")
+        start = perf_counter_ns()
+        position = torch.tensor([self._cache.length(r) - 1 for r in requests])
+        outputs = self._run(requests, torch.tensor(requests), position, None, "attend")
+        self._clock.add("step", start, perf_counter_ns() - start + self._grown_ns())
+        self._verify(requests, [1] * len(requests), outputs)
+
+    def _grown_ns(self) -> int:
+        """Time of the growth calls since the last step: a token's time includes its room."""
+        grown = self._clock.durations.get("grow", ())
+        new, self._num_grown = sum(grown[self._num_grown :]), len(grown)
+        return new
 
     def _owners(self, request: int, tokens: int) -> torch.Tensor:
         """Whose values the tokens of a request have: a run's for its prefix, else its own."""
@@ -86,8 +96,9 @@ class Engine:
         position: torch.Tensor,
         lens: list[int] | None,
         name: str,
-    ) -> None:
-        attend_ns = 0
+    ) -> list[torch.Tensor]:
+        """Write and attend some tokens in every layer; returns the outputs."""
+        attend_ns = start = 0
         outputs = []
         for layer in range(len(self._cache.geometry.layers)):
             k, v = (self._rows(role, layer, owner, position) for role in "kv")
@@ -98,8 +109,10 @@ class Engine:
             outputs.append(attend(q, view, q_lens=lens, window=self._window(layer)))
             attend_ns += perf_counter_ns() - start
         self._clock.add(name, start, attend_ns)
-        if self._verify:
-            counts = lens or [1] * len(requests)
+        return outputs
+
+    def _verify(self, requests: list[int], counts: list[int], outputs: list[torch.Tensor]) -> None:
+        if self.max_abs_error is not None:
             for layer, output in enumerate(outputs):
                 self._check(layer, requests, counts, output)
 
