@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +38,14 @@ class OnFailure(StrEnum):
     recompute = "recompute"
     swap = "swap"
     drop = "drop"
+
+
+class Device(StrEnum):
+    """Where a real run happens."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 def register(app: typer.Typer) -> None:
@@ -91,6 +100,9 @@ def compare_command(
     rate: Annotated[
         float | None, typer.Option(help="Requests a second, for files without arrival times.")
     ] = None,
+    device: Annotated[
+        Device, typer.Option(help="Where a run happens: auto takes the GPU if torch finds one.")
+    ] = Device.auto,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check every attention output against float64.")
     ] = False,
@@ -124,6 +136,9 @@ def compare_command(
     requests = _requests(trace, limit, max_new, rate, seed, geometry)
     if verify and not real:
         raise BadInput("--verify checks attention, which --account does not run: use --run")
+    place = choose_device(device, real)
+    if place == "cuda" and dtype is None and geometry.dtype == "float32":
+        geometry = geometry.with_dtype("bfloat16")  # the dense kernels of a GPU take no float32
     settings = Settings(
         specs,
         geometry,
@@ -132,6 +147,7 @@ def compare_command(
         on_full=on_full.value,
         on_failure=on_failure.value,
         step_ms=step_ms,
+        device=place,
         layout=layout,
         verify=verify,
         seed=seed,
@@ -141,6 +157,29 @@ def compare_command(
         emit_json(result, json)
         return
     _show(result, out)
+
+
+def choose_device(wanted: Device, real: bool) -> str:
+    """Torch's name of the device to run on.
+
+    Raises
+    ------
+    BadInput
+        A GPU was asked for and there is none, or nothing to run on it.
+    """
+    if not real and wanted is Device.cuda:
+        raise BadInput("--device chooses where --run happens, and --account runs nothing")
+    if not real or wanted is Device.cpu:
+        return "cpu"
+    # A replay times calls: a kernel that was only queued must not pass for one that ran.
+    os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if wanted is Device.cuda:
+        raise BadInput("torch finds no GPU here: leave --device out, or use --device cpu")
+    return "cpu"
 
 
 def _memory(

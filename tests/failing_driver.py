@@ -61,6 +61,10 @@ class FailingDriver:
     def granularity(self) -> int:
         return self.inner.granularity
 
+    @property
+    def num_views(self) -> int:
+        return self.inner.num_views
+
     def reserve(self, num_bytes: int) -> int:
         self._step("reserve")
         return self.inner.reserve(num_bytes)
