@@ -20,7 +20,7 @@ from .errors import BadInput
 from .row_tables import Columns
 
 Row = dict[str, Any]
-REFUTED = "Refuted if "
+REFUTED = "Refuted if"
 
 NAMES = (
     "policies",
@@ -33,6 +33,7 @@ NAMES = (
     "pressure",
     "scaling",
     "timeline",
+    "adoption",
 )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 from kvalloc.experiments import exp_concurrency
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.exp_concurrency import equal_requests
+from kvalloc.experiments.generators import generate
 from kvalloc.experiments.recorded import recorded
 from kvalloc.experiments.registry import NAMES, Report, find
 
@@ -147,6 +151,58 @@ def test_pressure_is_simulated_and_loses_only_what_it_rejects() -> None:
     assert high["recompute"]["recomputed_tokens"] > 0 < high["swap"]["swapped_tokens"]
     assert high["reject"]["lost"] > by[8.0, "reject"]["lost"]
     assert high["recompute"]["ttft_p99_s"] > high["reject"]["ttft_p99_s"] > 0
+
+
+def test_warm_rows_make_no_driver_call() -> None:
+    if not hasattr(os, "memfd_create"):
+        pytest.skip("the host driver needs Linux")
+    rows, _, _ = quick("allocation-latency")
+    grow = {(row["backend"], row["state"]): row for row in rows if row["op"] == "grow"}
+    assert grow["vmm:64KiB", "warm rows"]["driver_calls"] == 0
+    pooled, first = (grow["vmm:64KiB", state]["driver_calls"] for state in ("pooled", "first pass"))
+    # Created pages are there already: what is left is to map them and to grant access.
+    assert 0 < pooled < first <= grow["vmm:64KiB", "mapping ahead"]["driver_calls"]
+    assert grow["paged:16", "–"]["driver_calls"] is None
+    assert len({row["calls"] for row in grow.values()}) == 1, "not everybody served the same"
+    for row in rows:
+        assert 0 < row["us_p50"] <= row["us_p99"] <= row["us_max"]
+        assert row["quantiles"] == sorted(row["quantiles"])
+        assert row["quantiles"][-1] == pytest.approx(row["us_max"], abs=0.01)
+
+
+def test_scaling_counts_every_token() -> None:
+    rows, _, steps = quick("scaling")
+    assert [row["requests"] for row in rows] == [100] * 3 + [1000] * 3
+    for num in (100, 1000):
+        trace = generate("alpaca", requests=num, rate=0)
+        tokens = {row["tokens"] for row in rows if row["requests"] == num}
+        assert tokens == {int(trace.output.sum())}
+    for row in rows:
+        assert row["us_per_request"] == pytest.approx(row["seconds"] / row["requests"] * 1e6)
+    assert steps[-1][1] == 3 * 1100
+
+
+def test_the_timeline_is_a_chrome_trace(tmp_path: Path) -> None:
+    rows, _, _ = quick("timeline")
+    for backend in ("paged:16", "vmm:64KiB"):
+        calls = {row["call"]: row for row in rows if row["backend"] == backend}
+        assert calls["admit"]["calls"] == calls["release"]["calls"] == 3
+        assert calls["prefill"]["calls"] == 3 * 2, "one for each of two layers"
+        assert calls["write"]["calls"] == calls["prefill"]["calls"] + calls["attend"]["calls"]
+        assert sum(row["share"] for row in calls.values()) == pytest.approx(1)
+        lane = sorted(
+            event for call in ("write", "view", "prefill", "attend")
+            for event in calls[call]["events"]
+        )  # fmt: skip
+        for (start, duration), (later, _) in pairwise(lane):
+            assert start + duration <= later + 0.2, "one thread cannot do two things at once"
+    find("timeline").module.plot(rows, tmp_path)
+    events = json.loads((tmp_path / "timeline.trace.json").read_text())["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == sum(len(row["events"]) for row in rows)
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in complete)
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["paged:16", "vmm:64KiB"]
 
 
 @pytest.mark.parametrize("name", NAMES)
