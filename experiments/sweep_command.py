@@ -1,0 +1,113 @@
+"""``kvalloc sweep``: trace × backend × page size × memory × policy, on all cores, resumable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .compare_command import OnFailure
+from .output import emit_json
+from .row_tables import Column, Columns
+from .sweep import Row, grid, sweep
+
+COLUMNS: Columns = (
+    Column("trace", "trace"),
+    Column("backend", "backend"),
+    Column("memory", "memory"),
+    Column("on failure", "on_failure"),
+    Column("done", "completed"),
+    Column("preempted", "preemptions"),
+    Column("peak reserved", "peak_reserved"),
+    Column("peak waste", "peak_waste"),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the ``sweep`` command."""
+    app.command("sweep")(sweep_command)
+
+
+def sweep_command(
+    trace: Annotated[
+        list[str], typer.Option("--trace", "-t", help="A built-in name or a file. Repeat it.")
+    ],
+    backend: Annotated[
+        list[str],
+        typer.Option(
+            "--backend", "-b", metavar="SPEC", help="A SPEC, or a family for each page or policy."
+        ),
+    ],
+    memory: Annotated[list[str], typer.Option(help="As in 16GiB. Repeat it.")],
+    model: Annotated[str, typer.Option(help="Whose cache it is: kvalloc size --list.")],
+    page: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TOKENS|SIZE", help="16: of paged; 64KiB: of vmm. Repeat it."),
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Of contiguous. Repeat it.")] = None,
+    on_failure: Annotated[
+        list[OnFailure] | None, typer.Option(help="Repeat it. [default: recompute]")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first N requests of each trace.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of whatever is random.")] = 0,
+    jobs: Annotated[int, typer.Option(min=-1, help="Processes; -1: all cores.")] = -1,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="tcp://HOST:PORT", help="A Dask scheduler whose workers compute."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the finished cells and sweep.json.")] = Path(
+        "out/sweep"
+    ),
+    json: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
+    ] = None,
+) -> None:
+    """Replay a whole grid on the books; what is finished already is not computed again.
+
+    [cyan]kvalloc sweep -t chat -t burst -b paged --page 8 --page 16 -b contiguous --policy max
+    --policy exact --model tiny --memory 8MiB --memory 16MiB[/cyan]
+    """
+    cells = grid(
+        trace,
+        backend,
+        model,
+        memory,
+        pages=page or (),
+        policies=policy or (),
+        on_failures=[choice.value for choice in on_failure] if on_failure else ("recompute",),
+        limit=limit,
+        seed=seed,
+    )
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), disable=json == "-", transient=True) as bar:
+        task = bar.add_task("cells", total=len(cells))
+        rows, num_computed = sweep(
+            cells, out, jobs=jobs, cluster=cluster,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    _tell(rows, num_computed, out, json)
+
+
+def _tell(rows: list[Row], num_computed: int, out: Path, json: str | None) -> None:
+    from rich.console import Console
+
+    from .environment import environment
+    from .row_tables import terminal_table
+
+    document = {"schema": 1, "experiment": "sweep", "environment": environment(), "rows": rows}
+    emit_json(document, json if json is not None else str(out / "sweep.json"))
+    if json is not None:
+        return
+    console = Console()
+    title = f"{len(rows)} cells, {num_computed} computed now"
+    console.print(terminal_table(COLUMNS, rows, title))
+    for row in rows:
+        if row["error"]:
+            console.print(f"{row['backend']}, {row['memory']}: {row['error']}", style="dim")
+    console.print(f"Written to {out}/: sweep.json")
