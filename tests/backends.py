@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from kvalloc.contiguous import ContiguousAllocator
-from kvalloc.contract import Allocator
+from kvalloc.contract import Allocator, Prefix
 from kvalloc.geometry import SLOTS
 from kvalloc.paged import PagedAllocator
 from kvalloc.paging import PageAllocator
@@ -40,7 +40,7 @@ BACKENDS = {
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=list(BACKENDS))
 
-PAGED = {name: backend for name, backend in BACKENDS.items() if backend.page}
+
 pages_of_4 = pytest.mark.parametrize("name", ["paged:4", "vmm:4"])
 
 
@@ -54,3 +54,8 @@ def page_allocator(name: str, tokens: int) -> PageAllocator:
 def slots_of(allocator: Allocator, seq: object) -> list[int]:
     """Physical bytes that a sequence holds."""
     return [at for start, stop in allocator.spans(seq) for at in range(start, stop)]
+
+
+def tokens_of(name: str, num_tokens: int) -> Prefix:
+    """A prompt as runs of one token each, all its own."""
+    return [(f"{name} {i}", 1) for i in range(num_tokens)]
