@@ -13,9 +13,16 @@ import numpy as np
 import torch
 
 from ..contract import PagedView
-from .numba_items import BFLOAT16, FLOAT16, FLOAT32, attend_items
-from .numba_plan import plan
-from .numba_vectors import LANES
+
+# Loading compiled code makes Numba start its OpenMP threads, and where it shares the runtime
+# with torch that changes the number of threads that torch uses.
+_torch_threads = torch.get_num_threads()
+from .numba_items import BFLOAT16, FLOAT16, FLOAT32, attend_items  # noqa: E402
+from .numba_plan import plan  # noqa: E402
+from .numba_vectors import LANES  # noqa: E402
+
+if torch.get_num_threads() != _torch_threads:
+    torch.set_num_threads(_torch_threads)
 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 FEW_ROWS = 256

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -141,16 +142,16 @@ def test_reads_the_far_end_of_a_large_pool(layout: str) -> None:
     assert relative_error(attend(q, view), reference_attention(q, view)) < 1e-2
 
 
-def test_two_threads_at_once_get_what_one_gets() -> None:
+def test_two_threads_at_once() -> None:
     cases = [attention_case([400 + 100 * i, 30], seed=i) for i in range(2)]
-    expected = [attend(case.q, case.paged) for case in cases]
+    expected = [reference_attention(case.q, case.paged) for case in cases]
 
-    def work(i: int) -> bool:
+    def work(i: int) -> float:
         outs = [attend(cases[i].q, cases[i].paged) for _ in range(20)]
-        return all(torch.equal(out, expected[i]) for out in outs)
+        return max(relative_error(out, expected[i]) for out in outs)
 
     with ThreadPoolExecutor(2) as pool:
-        assert all(pool.map(work, [0, 1]))
+        assert max(pool.map(work, [0, 1])) < TOLERANCE[torch.float32]
 
 
 def test_follows_the_thread_count_of_torch() -> None:
@@ -162,6 +163,20 @@ def test_follows_the_thread_count_of_torch() -> None:
     finally:
         torch.set_num_threads(before[0])
     assert numba.get_num_threads() == before[1], "Numba's own setting is left alone"
+
+
+def test_leaves_the_thread_count_of_torch_alone() -> None:
+    code = """
+import torch
+torch.set_num_threads(1)
+from kvalloc.kernels import paged_numba
+print(torch.get_num_threads())
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert done.stdout == "1\n", done.stderr
 
 
 @pytest.mark.parametrize(("threads", "parts"), [(1, 1), (4, 31)])
