@@ -18,7 +18,7 @@ def reference_attention(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Causal attention, bottom-right aligned, one sequence and one query head at a time.
+    """Causal attention, bottom-right aligned, one sequence at a time.
 
     Parameters are those of ``attention.attend``; nothing outside the readable tokens is read.
 
@@ -29,19 +29,12 @@ def reference_attention(
     """
     num_seqs = len(view.lengths)
     counts = [1] * num_seqs if q_lens is None else [int(n) for n in q_lens]
-    group = q.shape[1] // view.k.shape[-2]
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
-    row = 0
-    for seq, num_queries in enumerate(counts):
-        k, v = (tensor.double() for tensor in stored_tokens(view, seq))
-        for head in range(q.shape[1]):
-            rows = slice(row, row + num_queries)
-            out[rows, head] = _attend_one_head(
-                q[rows, head].double(), k[:, head // group], v[:, head // group], factor, window
-            )
-        row += num_queries
-    return out
+    outputs = [
+        _attend_one(queries.double(), *stored_tokens(view, seq), factor, window)
+        for seq, queries in enumerate(torch.split(q, counts))
+    ]
+    return torch.cat(outputs) if outputs else q.double()
 
 
 def stored_tokens(view: DenseView | PagedView, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,17 +49,20 @@ def stored_tokens(view: DenseView | PagedView, seq: int) -> tuple[torch.Tensor, 
     return view.k[page, at % page_size], view.v[page, at % page_size]
 
 
-def _attend_one_head(
+def _attend_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
 ) -> torch.Tensor:
-    """``q`` ``[n, D]`` over ``k``, ``v`` ``[L, D]``, query ``i`` at position ``L − n + i``."""
+    """``q`` ``[n, H_q, D]`` over ``k``, ``v`` ``[L, H_kv, D]``, query ``i`` at ``L − n + i``."""
     num_queries, length = len(q), len(k)
     if length == 0:
         return torch.zeros_like(q)
+    group = q.shape[1] // k.shape[1]
+    k, v = (tensor.double().repeat_interleave(group, dim=1) for tensor in (k, v))
     query_at = torch.arange(length - num_queries, length, device=q.device)[:, None]
     token_at = torch.arange(length, device=q.device)[None, :]
     hidden = token_at > query_at
     if window is not None:
         hidden |= token_at <= query_at - window
-    scores = (q @ k.T * scale).masked_fill(hidden, -torch.inf)
-    return torch.softmax(scores, dim=-1) @ v
+    scores = torch.einsum("nhd,lhd->hnl", q, k) * scale
+    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+    return torch.einsum("hnl,lhd->nhd", weights, v)
