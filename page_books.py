@@ -194,8 +194,8 @@ class PageBooks(Allocator):
     def _detach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
         """Undo ``_attach``."""
 
-    def _scrub(self, row: int, g: int, begin: int, end: int) -> None:
-        """Overwrite what only this row holds, before it gives the pages up (if asked to)."""
+    def _scrub(self, pages: PageIds) -> None:
+        """Overwrite pages that nobody holds any more, before they are free (if asked to)."""
 
     def _read(self, row: int, g: int, begin: int, end: int) -> Any:
         """A copy of the contents of pages, in host memory; None where there is no tensor."""
@@ -206,9 +206,6 @@ class PageBooks(Allocator):
     def _reclaim(self, num_pages: int) -> None:
         """Return up to that many spare pages to the pool, the least valuable first."""
         evicted = self.prefix_index.evict(num_pages)
-        self._scrub_evicted(evicted)
+        self._scrub(evicted)
         self.pool.num_spare -= len(evicted)
         self.pool.put(evicted)
-
-    def _scrub_evicted(self, pages: PageIds) -> None:
-        """Overwrite pages that left the prefix index (if asked to)."""

@@ -76,13 +76,13 @@ class PageMoves(PagePlacing):
                     pages = self._table.of_row(source, self._columns[g], begin, end)
                     self._share(row, g, begin, pages)
             self._place(np.array([row]), np.array([length]))
+            for g, begin in enumerate(own):
+                end = int(self._held[g][source])
+                if end > begin:
+                    self._write_back(row, g, begin, end, self._read(source, g, begin, end))
         except BaseException:
             self._clear_row(row)
             raise
-        for g, begin in enumerate(own):
-            end = int(self._held[g][source])
-            if end > begin:
-                self._write_back(row, g, begin, end, self._read(source, g, begin, end))
         self._enter(child, row, length)
 
     def _own_from(self, row: int, g: int, tokens: int) -> int:
@@ -115,8 +115,8 @@ class PageMoves(PagePlacing):
             for g, begin in enumerate(own)
             if copies[g]
         }
-        for g, begin in enumerate(own):
-            self._retire_tail(row, g, begin if copies[g] else self._end_of(g, tokens))
+        begins = (at if copies[g] else self._end_of(g, tokens) for g, at in enumerate(own))
+        self._retire_tails(row, dict(enumerate(begins)))
         self._place(np.array([row]), np.array([tokens]))
         for g, contents in kept.items():
             self._write_back(row, g, own[g], self._end_of(g, tokens), contents)
@@ -184,20 +184,20 @@ class PageMoves(PagePlacing):
             self._set_gone(row, away.gone)
         try:
             self._place(np.array([row]), np.array([away.length]))
+            for g, (begin, contents) in enumerate(zip(away.gone, away.contents, strict=True)):
+                end = int(self._held[g][row])
+                if end > begin:
+                    self._write_back(row, g, begin, end, contents)
         except BaseException:
-            if gone:
-                self._clear_row(row)
+            self._clear_row(row)
             raise
-        for g, (begin, contents) in enumerate(zip(away.gone, away.contents, strict=True)):
-            end = int(self._held[g][row])
-            if end > begin:
-                self._write_back(row, g, begin, end, contents)
         del self._away[seq]
         self._enter(seq, row, away.length)
 
     def _empty(self, seq: Seq) -> None:
-        """Take a sequence off its row."""
-        row = self._seqs.remove(seq)
+        """Take a sequence off its row; an error of the driver leaves it there, unchanged."""
+        row = self._seqs.row(seq)
+        self._empty_row(row)
+        self._seqs.remove(seq)
         self._num_tokens -= int(self._length[row])
         self._length[row] = self._covered[row] = 0
-        self._empty_row(row)

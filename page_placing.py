@@ -125,6 +125,7 @@ class PagePlacing(PageBooks):
         if self.prefix_index.num_entries:
             dead, num_kept = self.prefix_index.retire(dead)
             self.pool.num_spare += num_kept
+        self._scrub(dead)
         self.pool.put(dead)
 
     def _share(self, row: int, g: int, begin: int, pages: PageIds) -> None:
@@ -159,35 +160,49 @@ class PagePlacing(PageBooks):
                 begin = int(self._gone[g][row])
                 if end > begin:
                     pages = self._table.of_row(row, self._columns[g], begin, end)
-                    self._scrub(row, g, begin, end)
                     self._detach(np.array([row]), g, np.array([begin]), np.array([end]))
                     self._gone[g][row] = end
                     self._num_gone += len(pages)
                     self._give_up(pages)
 
-    def _drop_tail(self, row: int, g: int, begin: int) -> None:
-        """Take the pages from ``begin`` on out of a row, held and warm."""
-        held, ready = int(self._held[g][row]), int(self._ready[g][row])
-        pages = self._table.of_row(row, self._columns[g], begin, held)
-        warm = self._table.of_row(row, self._columns[g], max(begin, held), ready)
-        if ready > begin:
-            self._scrub(row, g, begin, held)
-            self._detach(np.array([row]), g, np.array([begin]), np.array([ready]))
-        self._held[g][row] = self._ready[g][row] = begin
-        self._give_up(pages)
-        self.pool.put(warm)
-        self._add_warm(-len(warm))
+    def _drop_tails(self, row: int, begins: dict[int, int]) -> None:
+        """Take the pages from ``begins[g]`` on out of a row, held and warm: in all groups or none.
 
-    def _retire_tail(self, row: int, g: int, begin: int) -> None:
-        """Give up the pages from ``begin`` on; a backend may keep them in place, warm."""
-        self._drop_tail(row, g, begin)
+        Parameters
+        ----------
+        begins
+            Page numbers within the row, by group.
+        """
+        if self.attaches:
+            self._detach_tails(row, begins)
+        for g, begin in begins.items():
+            held, ready = int(self._held[g][row]), int(self._ready[g][row])
+            pages = self._table.of_row(row, self._columns[g], begin, held)
+            warm = self._table.of_row(row, self._columns[g], max(begin, held), ready)
+            self._held[g][row] = self._ready[g][row] = begin
+            self._give_up(pages)
+            self.pool.put(warm)
+            self._add_warm(-len(warm))
+
+    def _detach_tails(self, row: int, begins: dict[int, int]) -> None:
+        with ExitStack() as undo:
+            for g, begin in begins.items():
+                ready = int(self._ready[g][row])
+                if ready > begin:
+                    span = np.array([row]), g, np.array([begin]), np.array([ready])
+                    self._detach(*span)
+                    undo.callback(self._attach, *span)
+            undo.pop_all()
+
+    def _retire_tails(self, row: int, begins: dict[int, int]) -> None:
+        """Give up the pages from ``begins[g]`` on; a backend may keep them in place, warm."""
+        self._drop_tails(row, begins)
 
     def _clear_row(self, row: int) -> None:
         """Take every page out of a row, held and warm."""
+        self._drop_tails(row, {g: int(gone[row]) for g, gone in enumerate(self._gone)})
         for g, columns in enumerate(self._columns):
-            gone = int(self._gone[g][row])
-            self._drop_tail(row, g, gone)
-            self._num_gone -= gone * len(columns)
+            self._num_gone -= int(self._gone[g][row]) * len(columns)
             self._gone[g][row] = self._held[g][row] = self._ready[g][row] = 0
         self._covered[row] = 0
 

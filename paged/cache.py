@@ -134,13 +134,7 @@ class PagedKVCache(PagedAllocator, KVCache):
         for pool, saved in zip((*self._k, *self._v), contents, strict=True):
             pool[pages] = saved.to(self.device)
 
-    def _scrub(self, row: int, g: int, begin: int, end: int) -> None:
-        if self.scrub:
-            pages = self._table.of_row(row, self._columns[g], begin, end)
-            dying = self.pool.refs(pages) == 1
-            self._scrub_evicted(pages[dying & ~self.prefix_index.mask(pages)])
-
-    def _scrub_evicted(self, pages: PageIds) -> None:
+    def _scrub(self, pages: PageIds) -> None:
         if self.scrub and len(pages):
             index = self._index(pages)
             for pool in (*self._k, *self._v):

@@ -102,21 +102,27 @@ class VmmAllocator(PageAllocator):
         if any(gone[row] for gone in self._gone):
             self._clear_row(row)
             return
-        for g in range(len(self.groups)):
-            self._retire_tail(row, g, 0)
+        self._retire_tails(row, dict.fromkeys(range(len(self.groups)), 0))
 
-    def _retire_tail(self, row: int, g: int, begin: int) -> None:
+    def _retire_tails(self, row: int, begins: dict[int, int]) -> None:
         """Keep pages that nobody else holds or may ask for in place, as warm ones."""
-        held = int(self._held[g][row])
-        pages = self._table.of_row(row, self._columns[g], begin, held)
-        if (self.pool.refs(pages) > 1).any() or self.prefix_index.holds(pages):
-            self._drop_tail(row, g, begin)
-            return
-        self._scrub(row, g, begin, held)
-        self.pool.drop(pages)
-        self._num_used -= len(pages)
-        self._add_warm(len(pages))
-        self._held[g][row] = begin
+        shared, kept = {}, {}
+        for g, begin in begins.items():
+            pages = self._table.of_row(row, self._columns[g], begin, int(self._held[g][row]))
+            if (self.pool.refs(pages) > 1).any() or self.prefix_index.holds(pages):
+                shared[g] = begin
+            else:
+                kept[g] = pages
+        self._drop_tails(row, shared)  # first, since it may fail
+        for g, pages in kept.items():
+            self._scrub_warm(row, g, begins[g], int(self._held[g][row]))
+            self.pool.drop(pages)
+            self._num_used -= len(pages)
+            self._add_warm(len(pages))
+            self._held[g][row] = begins[g]
+
+    def _scrub_warm(self, row: int, g: int, begin: int, end: int) -> None:
+        """Overwrite pages that stay in place without a holder (if asked to)."""
 
     def rows_near_boundary(self, distance: int, depth: int) -> list[int]:
         """Live rows that cross a page within ``distance`` tokens and have too few ready."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
@@ -31,6 +32,8 @@ from .mapper import Mapper
 from .physical import PhysicalPool
 from .rows import plan_rows
 from .space import RowSpace, most_rows
+
+log = logging.getLogger(__name__)
 
 
 class VmmKVCache(LockedVmmAllocator, KVCache):
@@ -200,6 +203,13 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
                 undo.callback(self._space.map, row, g, begin, pages)
             undo.pop_all()
 
+    def _leave_behind(self, rows: Rows, tokens: int) -> None:
+        try:
+            super()._leave_behind(rows, tokens)
+        except DriverError as error:
+            # The tokens are in place. The pages go at the next crossing, or with the sequence.
+            log.warning("pages outside a sliding window stay mapped for now: %s", error)
+
     def _runs(
         self, rows: Rows, g: int, begins: Ints, ends: Ints
     ) -> Iterator[tuple[int, int, PageIds]]:
@@ -220,18 +230,14 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
         for spot, saved in zip(self._space.spots(row, g, begin, end), contents, strict=True):
             spot.copy_(saved)
 
-    def _scrub(self, row: int, g: int, begin: int, end: int) -> None:
-        if not self.scrub:
-            return
-        for n in range(begin, end):
-            pages = self._table.of_row(row, self._columns[g], n, n + 1)
-            if (self.pool.refs(pages) == 1).all() and not self.prefix_index.holds(pages):
-                for spot in self._space.spots(row, g, n, n + 1):
-                    spot.zero_()
-
-    def _scrub_evicted(self, pages: PageIds) -> None:
+    def _scrub(self, pages: PageIds) -> None:
         if self.scrub:  # mapped nowhere: they are zeroed where they are seen next
             self.physical.unclean[pages] = True
+
+    def _scrub_warm(self, row: int, g: int, begin: int, end: int) -> None:
+        if self.scrub:
+            for spot in self._space.spots(row, g, begin, end):
+                spot.zero_()
 
     # ------------------------------------------------------------------ giving back
 

@@ -1,0 +1,224 @@
+"""What a cache must be like after any of its driver calls has failed: as before, and usable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvalloc.contract import OutOfMemory
+from kvalloc.geometry import KVGeometry, LayerShape
+from kvalloc.tests.cache_walk import Walk
+from kvalloc.vmm import VmmKVCache
+from kvalloc.vmm.driver import Driver, DriverError
+
+PAGE = 4096
+# 128 bytes per token and tensor: 32 tokens in a page of 4,096.
+PLAIN = KVGeometry("plain", (LayerShape(2, 16),) * 2, 4, "float32", max_context=400)
+WINDOWED = KVGeometry(
+    "windowed", (LayerShape(2, 16, window=24), LayerShape(2, 16)), 2, "float32", max_context=400
+)
+
+
+class Scene:
+    """A cache, and a model of what it holds."""
+
+    def __init__(self, cache: VmmKVCache) -> None:
+        self.cache = cache
+        self.walk = Walk(cache, 0)
+
+    def admit(self, seq: int, tokens: int, topic: int | None = None) -> None:
+        contents = [(seq if topic is None else topic) * 1000 + i for i in range(tokens)]
+        prefix = None if topic is None else [(content, 1) for content in contents]
+        cached = self.cache.admit(seq, tokens, prefix=prefix)
+        self.walk.tokens[seq] = contents
+        self.walk.write([seq], [tokens - cached])
+
+    def grow(self, *seqs: int) -> None:
+        refused = self.cache.grow(list(seqs))
+        served = [seq for seq in seqs if seq not in refused]
+        for seq in served:
+            self.walk.tokens[seq].append(seq * 1000 + 999)
+        self.walk.write(served, None)
+        if refused:
+            raise next(iter(refused.values()))
+
+    def fork(self, parent: int, child: int) -> None:
+        self.cache.fork(parent, child)
+        self.walk.tokens[child] = list(self.walk.tokens[parent])
+
+    def release(self, seq: int) -> None:
+        self.cache.release(seq)
+        self.walk.tokens.pop(seq, None)
+
+    def truncate(self, seq: int, tokens: int) -> None:
+        self.cache.truncate(seq, tokens)
+        del self.walk.tokens[seq][tokens:]
+
+    def offload(self, seq: int) -> None:
+        self.cache.offload(seq)
+        self.walk.away[seq] = self.walk.tokens.pop(seq)
+
+    def restore(self, seq: int) -> None:
+        self.cache.restore(seq)
+        self.walk.tokens[seq] = self.walk.away.pop(seq)
+
+
+Step = tuple[Any, ...]
+"""A verb of ``Scene`` and its arguments."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Steps that go well, then the one whose driver calls fail."""
+
+    prepare: list[Step]
+    act: Step
+    pages: int = 60
+    geometry: KVGeometry = PLAIN
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def make(self, driver: Driver) -> VmmKVCache:
+        memory = self.pages * PAGE
+        return VmmKVCache(self.geometry, memory, PAGE, driver=driver, max_rows=16, **self.options)
+
+
+SCRUB = {"scrub": True}
+SHARED: list[Step] = [("admit", 1, 70), ("fork", 1, 2), ("grow", 1, 2)]
+WINDOW: list[Step] = [("admit", 1, 96), ("admit", 2, 64), ("grow", 1, 2)]
+SCENARIOS = {
+    "admit": Scenario([], ("admit", 1, 70)),
+    "admit where warm pages are taken back": Scenario(
+        [("admit", 1, 40), ("release", 1), ("admit", 2, 20)], ("admit", 3, 130), pages=24
+    ),
+    "admit beside a holder of the prefix": Scenario([("admit", 1, 70, 7)], ("admit", 2, 100, 7)),
+    "admit a prefix without holder": Scenario(
+        [("admit", 1, 70, 7), ("release", 1), ("admit", 2, 10)], ("admit", 3, 100, 7)
+    ),
+    "admit where the index must shrink": Scenario(
+        [("admit", 1, 70, 7), ("release", 1)], ("admit", 2, 160), pages=24, options=SCRUB
+    ),
+    "grow": Scenario([("admit", 1, 32), ("admit", 2, 32)], ("grow", 1, 2)),
+    "grow where warm pages are taken back": Scenario(
+        [("admit", 1, 32), ("admit", 2, 32), ("admit", 3, 90), ("release", 3)],
+        ("grow", 1, 2),
+        pages=24,
+    ),
+    "grow past a window": Scenario(
+        [("admit", 1, 64), ("admit", 2, 96)], ("grow", 1, 2), geometry=WINDOWED, options=SCRUB
+    ),
+    "fork": Scenario(
+        [("admit", 1, 70), ("admit", 3, 40), ("release", 3)], ("fork", 1, 2), options=SCRUB
+    ),
+    "fork past a window": Scenario(WINDOW, ("fork", 1, 3), geometry=WINDOWED),
+    "offload beside a holder": Scenario(SHARED, ("offload", 1), options=SCRUB),
+    "offload past a window": Scenario(WINDOW, ("offload", 1), geometry=WINDOWED, options=SCRUB),
+    "restore": Scenario([*SHARED, ("offload", 1), ("admit", 3, 100)], ("restore", 1)),
+    "restore past a window": Scenario(
+        [*WINDOW, ("offload", 1)], ("restore", 1), geometry=WINDOWED, options=SCRUB
+    ),
+    "release beside a holder": Scenario(SHARED, ("release", 1)),
+    "release past a window": Scenario(WINDOW, ("release", 1), geometry=WINDOWED),
+    "interleaved": Scenario(SHARED, ("admit", 3, 70), options={"layout": "interleaved"}),
+}
+
+
+class Faults(Protocol):
+    """Makes a driver call fail, and counts what the driver has."""
+
+    def arm(self, n: int) -> None:
+        """Fail the n-th call from now on, once; 0: none."""
+        ...
+
+    def has_failed(self) -> bool:
+        """Whether the call came."""
+        ...
+
+    def num_mapped(self) -> int:
+        """Mappings that there are."""
+        ...
+
+    def bytes_in_use(self) -> int:
+        """Physical memory that is taken."""
+        ...
+
+
+def fails_at(scenario: Scenario, driver: Driver, faults: Faults, n: int) -> tuple[bool, bool]:
+    """Play a scenario while its n-th call fails.
+
+    Returns
+    -------
+    failed, refused
+        Whether there was an n-th call, and whether the verb told of its failure.
+    """
+    scene = Scene(scenario.make(driver))
+    cache, walk = scene.cache, scene.walk
+    for verb, *arguments in scenario.prepare:
+        getattr(scene, verb)(*arguments)
+
+    def check() -> None:
+        cache.check_invariants()
+        walk.read_back()
+        expected = 0
+        for ready, gone, columns in zip(cache._ready, cache._gone, cache._columns, strict=True):
+            expected += int((ready - gone).sum()) * len(columns)
+        assert faults.num_mapped() == expected, "mappings differ from the books"
+        assert faults.bytes_in_use() == cache.physical.num_created * PAGE, "memory without a page"
+
+    check()
+    before = cache.usage()._replace(warm=0)
+    verb, *arguments = scenario.act
+    refused = False
+    faults.arm(n)
+    try:
+        getattr(scene, verb)(*arguments)
+    except (DriverError, OutOfMemory):
+        refused = True
+        assert cache.usage()._replace(warm=0) == before, "a refusal changed the books"
+        check()
+        getattr(scene, verb)(*arguments)
+    failed = faults.has_failed()
+    faults.arm(0)
+    check()
+    for seq in [*walk.tokens, *walk.away]:
+        cache.release(seq)
+    usage = cache.usage()
+    assert usage.free == usage.capacity and not usage.live
+    cache.close()
+    assert faults.num_mapped() == faults.bytes_in_use() == 0
+    return failed, refused
+
+
+def closing_fails_at(driver: Driver, faults: Faults, n: int) -> tuple[bool, bool]:
+    """Close a cache that holds all there is while a call fails; closing again ends it."""
+    scene = Scene(Scenario([], (), geometry=WINDOWED, options=SCRUB).make(driver))
+    scene.admit(1, 70, topic=7)
+    scene.fork(1, 2)
+    scene.grow(1, 2)
+    scene.admit(3, 95)
+    scene.offload(3)
+    scene.admit(4, 20)
+    scene.release(4)
+    refused = False
+    faults.arm(n)
+    try:
+        scene.cache.close()
+    except DriverError:
+        refused = True
+        scene.cache.close()
+    return faults.has_failed(), refused
+
+
+def making_fails_at(driver: Driver, faults: Faults, n: int) -> tuple[bool, bool]:
+    """Make a cache while a call fails; nothing is left of it, and the next try works."""
+    scenario = Scenario([], ())
+    refused = False
+    faults.arm(n)
+    try:
+        cache = scenario.make(driver)
+    except DriverError:
+        refused = True
+        cache = scenario.make(driver)
+    failed = faults.has_failed()
+    faults.arm(0)
+    cache.close()
+    return failed, refused
