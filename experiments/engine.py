@@ -137,12 +137,13 @@ class Engine:
         for request, num in zip(requests, counts, strict=True):
             length = self._cache.length(request)
             owner, position = self._owners(request, length), torch.arange(length)
-            k, v, q = (self._rows(role, layer, owner, position) for role in "kvq")
+            k, v = (self._rows(role, layer, owner, position) for role in "kv")
             for begin in range(length - num, length, CHUNK):
                 end = min(begin + CHUNK, length)
+                q = self._rows("q", layer, owner[begin:end], position[begin:end])
                 view = DenseView(k, v, torch.tensor([0]), torch.tensor([end], dtype=torch.int32))
                 expected = reference_attention(
-                    q[begin:end], view, q_lens=[end - begin], window=self._window(layer)
+                    q, view, q_lens=[end - begin], window=self._window(layer)
                 )
                 got = output[done : done + end - begin].double()
                 self.max_abs_error = max(self.max_abs_error, float((got - expected).abs().max()))
