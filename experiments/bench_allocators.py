@@ -169,11 +169,9 @@ def allocators_command(
     }
     emit_json(document, json if json is not None else str(out / "bench_allocators.json"))
     if json != "-":
-        from rich.console import Console
+        from .row_tables import show, terminal_table
 
-        from .row_tables import terminal_table
-
-        Console().print(terminal_table(COLUMNS, rows, "Bookkeeping, canonical trace"))
+        show(terminal_table(COLUMNS, rows, "Bookkeeping, canonical trace"))
 
 
 def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:

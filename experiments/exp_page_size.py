@@ -49,9 +49,10 @@ COLUMNS: Columns = (
     Column("printed", "printed_tokens"),
     Column("batch", "batch"),
     Column("of 64 KiB", "ratio", percent),
-    Column("printed", "printed_ratio", percent),
-    Column("interleaved tokens/page", "interleaved_tokens"),
-    Column("interleaved batch", "interleaved_batch"),
+    Column("printed batch", "printed_batch"),
+    Column("of 64 KiB", "printed_ratio", percent),
+    Column("interleaved: tokens/page", "interleaved_tokens"),
+    Column("batch", "interleaved_batch"),
 )
 
 

@@ -6,8 +6,8 @@ requests a second whose first token came within the limit and whose tokens follo
 within theirs. Swapping moves every page of a victim to host memory and back over PCIe, and steps
 wait for it.
 
-Refuted if turning requests away gave the higher goodput below saturation, or if swapping and
-computing again did not come closer to each other as victims become fewer.
+Refuted if the three differed in goodput while nobody was preempted or turned away, or if
+computing again served more good requests than swapping while sequences were preempted.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Config:
     tp: int = 1
     memory: str = "8GiB"
     requests: int = 1_500
-    rates: tuple[float, ...] = (4.0, 8.0, 12.0, 16.0, 20.0)
+    rates: tuple[float, ...] = (8.0, 12.0, 16.0, 18.0, 20.0, 24.0)
     backends: tuple[str, ...] = ("paged:16", "contiguous:max")
     ttft_limit_s: float = 2.0
     tpot_limit_ms: float = 50.0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from .output import format_bytes
@@ -69,6 +70,14 @@ def terminal_table(columns: Columns, rows: Iterable[Row], title: str) -> Table:
     for row in rows:
         table.add_row(*(column.write(row.get(column.key)) for column in columns))
     return table
+
+
+def show(table: Table) -> None:
+    """Print a table; where the terminal is too narrow for its values, lines are longer, not cut."""
+    console = Console()
+    roomy = console.options.update(width=1000)
+    width = max(console.width, console.measure(table, options=roomy).minimum)
+    console.print(table, width=width, crop=False)
 
 
 def markdown_table(columns: Columns, rows: Iterable[Row]) -> str:

@@ -83,12 +83,12 @@ def run_with_bar(
 def _show(experiment: Experiment, report: Report, rows: list[Row], paths: list[Path]) -> None:
     from rich.console import Console
 
-    from .row_tables import terminal_table
+    from .row_tables import show, terminal_table
 
     console = Console()
     title = experiment.name + (" (simulated)" if experiment.module.SIMULATED else "")
     console.print(experiment.question, style="bold")
-    console.print(terminal_table(experiment.module.COLUMNS, rows, title))
+    show(terminal_table(experiment.module.COLUMNS, rows, title))
     console.print(experiment.refuted_if, style="italic")
     for notice in report.notices:
         console.print(notice, style="dim")

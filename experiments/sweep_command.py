@@ -98,7 +98,7 @@ def _tell(rows: list[Row], num_computed: int, out: Path, json: str | None) -> No
     from rich.console import Console
 
     from .environment import environment
-    from .row_tables import terminal_table
+    from .row_tables import show, terminal_table
 
     document = {"schema": 1, "experiment": "sweep", "environment": environment(), "rows": rows}
     emit_json(document, json if json is not None else str(out / "sweep.json"))
@@ -106,7 +106,7 @@ def _tell(rows: list[Row], num_computed: int, out: Path, json: str | None) -> No
         return
     console = Console()
     title = f"{len(rows)} cells, {num_computed} computed now"
-    console.print(terminal_table(COLUMNS, rows, title))
+    show(terminal_table(COLUMNS, rows, title))
     for row in rows:
         if row["error"]:
             console.print(f"{row['backend']}, {row['memory']}: {row['error']}", style="dim")
