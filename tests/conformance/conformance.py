@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import importlib.util
 import inspect
 import os
 import shutil
@@ -22,8 +23,6 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import pytest
 
 from kvalloc.vmm import dlpack
 from kvalloc.vmm.cuda import CudaDriver
@@ -42,7 +41,6 @@ def compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-@functools.cache
 def build() -> Path:
     """Compile the library, once per process; skips the calling test if that cannot be done.
 
@@ -51,11 +49,27 @@ def build() -> Path:
     Path
         The folder to put in front of ``LD_LIBRARY_PATH``.
     """
+    import pytest
+
+    try:
+        return compiled()
+    except CannotBuild as error:
+        pytest.skip(str(error))
+
+
+class CannotBuild(Exception):
+    """What this machine lacks, in one sentence."""
+
+
+@functools.cache
+def compiled() -> Path:
+    """``build`` without a test to skip: raises ``CannotBuild``."""
     if not sys.platform.startswith("linux"):
-        pytest.skip("the conformance library needs Linux (memfd)")
+        raise CannotBuild("the conformance library needs Linux (memfd)")
     if (cc := compiler()) is None:
-        pytest.skip("no C compiler: set CC, or install gcc, to build the conformance library")
-    pytest.importorskip("cuda.bindings", reason="cuda-python is not installed")
+        raise CannotBuild("no C compiler: set CC, or install gcc, to build the conformance library")
+    if not _has("cuda.bindings"):
+        raise CannotBuild("cuda-python is not installed, whose bindings load the library")
     folder = tempfile.TemporaryDirectory(prefix="kvalloc-conformance-")
     _folders.append(folder)
     target = Path(folder.name, SONAME)
@@ -64,6 +78,13 @@ def build() -> Path:
     command = [cc, *options, f"-Wl,-soname,{SONAME}", "-o", str(target), *sources]
     subprocess.run(command, check=True)
     return target.parent
+
+
+def _has(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 _folders: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
@@ -96,8 +117,7 @@ def run_in_subprocess(code: str | Callable[..., None], *args: object, **settings
         code = f"{textwrap.dedent(inspect.getsource(code))}\n\n{call}\n"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVALLOC_FAKE_")}
     environment |= {f"KVALLOC_FAKE_{k.upper()}": str(v) for k, v in settings.items()}
-    paths = [str(build()), environment.get("LD_LIBRARY_PATH", "")]
-    environment["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, paths))
+    environment["LD_LIBRARY_PATH"] = library_path(build())
     done = subprocess.run(
         [sys.executable, "-c", "from __future__ import annotations\n" + textwrap.dedent(code)],
         env=environment,
@@ -109,6 +129,11 @@ def run_in_subprocess(code: str | Callable[..., None], *args: object, **settings
     if done.returncode or done.stderr:
         raise AssertionError(f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
     return done.stdout
+
+
+def library_path(folder: Path) -> str:
+    """``LD_LIBRARY_PATH`` of a process that shall find the library there before NVIDIA's."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]))
 
 
 class ConformanceDriver(CudaDriver):
