@@ -64,6 +64,7 @@ def compare(trace: Trace, settings: Settings, progress: Progress | None = None) 
     """
     if not len(trace):
         raise BadInput(f"{trace.name} has no requests: give a trace with at least one")
+    _check_backends(settings)
     backends = [_one(trace, settings, spec, progress) for spec in settings.specs]
     if all(backend["never_fit"] == len(trace) for backend in backends):
         raise BadInput(
@@ -78,6 +79,16 @@ def compare(trace: Trace, settings: Settings, progress: Progress | None = None) 
         "settings": _describe_settings(settings),
         "backends": backends,
     }
+
+
+def _check_backends(settings: Settings) -> None:
+    """A backend that cannot be made is told before the first one has run for a minute."""
+    memory = settings.geometry, settings.memory_bytes
+    for spec in settings.specs:
+        if settings.run:
+            spec.cache(*memory, device=settings.device, layout=settings.layout).close()
+        else:
+            spec.allocator(*memory)
 
 
 def _one(trace: Trace, settings: Settings, spec: Spec, progress: Progress | None) -> dict[str, Any]:

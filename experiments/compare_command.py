@@ -40,6 +40,13 @@ class OnFailure(StrEnum):
     drop = "drop"
 
 
+class Layout(StrEnum):
+    """What is consecutive in memory: the heads of a token, or the tokens of a head."""
+
+    token_major = "token-major"
+    head_major = "head-major"
+
+
 class Device(StrEnum):
     """Where a real run happens."""
 
@@ -107,8 +114,8 @@ def compare_command(
         bool, typer.Option("--verify", help="Check every attention output against float64.")
     ] = False,
     layout: Annotated[
-        str, typer.Option(help="Of the tensors: token-major or head-major, for all backends.")
-    ] = "token-major",
+        Layout, typer.Option(help="Order of the tensors in memory, for all backends.")
+    ] = Layout.token_major,
     seed: Annotated[int, typer.Option(min=0, help="Of whatever is random.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for compare.json and the figures.")] = Path(
         "out"
@@ -134,6 +141,7 @@ def compare_command(
     names = tuple(dict.fromkeys(backend or DEFAULT_BACKENDS))
     specs = tuple(parse_spec(name, slots=slots is not None) for name in names)
     requests = _requests(trace, limit, max_new, rate, seed, geometry)
+    _check_targets(out, json)
     if verify and not real:
         raise BadInput("--verify checks attention, which --account does not run: use --run")
     place = choose_device(device, real)
@@ -148,7 +156,7 @@ def compare_command(
         on_failure=on_failure.value,
         step_ms=step_ms,
         device=place,
-        layout=layout,
+        layout=layout.value,
         verify=verify,
         seed=seed,
     )
@@ -157,6 +165,14 @@ def compare_command(
         emit_json(result, json)
         return
     _show(result, out)
+
+
+def _check_targets(out: Path, json: str | None) -> None:
+    """Tell a wrong target before the work, not after it."""
+    if json is None and out.exists() and not out.is_dir():
+        raise BadInput(f"--out {out} is a file: name a folder")
+    if json is not None and json != "-" and Path(json).is_dir():
+        raise BadInput(f"--json {json} is a folder: name a file")
 
 
 def choose_device(wanted: Device, real: bool) -> str:
@@ -214,14 +230,15 @@ def _requests(
 
 def _with_progress(trace: Trace, settings: Settings, *, quiet: bool) -> dict[str, Any]:
     """Compare, with one bar per backend on standard error."""
+    console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description:>20}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("requests"),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=quiet,
+        console=console,
+        disable=quiet or not console.is_terminal,
         transient=True,
     )
     with bar:
