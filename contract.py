@@ -9,14 +9,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
+
+from .refusals import NeverFits, OutOfMemory
+from .usage import Usage
+from .views import DenseView, PagedView
 
 if TYPE_CHECKING:
     import torch
 
     from .geometry import KVGeometry
+
+__all__ = [
+    "Allocator",
+    "DenseView",
+    "KVCache",
+    "NeverFits",
+    "OutOfMemory",
+    "PagedView",
+    "Prefix",
+    "Run",
+    "Seq",
+    "Usage",
+]
 
 Seq = Hashable
 """The caller's name of a sequence: any hashable value, unique among the live ones."""
@@ -27,152 +43,6 @@ Run = tuple[int | str | bytes, int]
 Prefix = Sequence[Run]
 """What a prompt begins with: equal leading runs mean equal leading tokens, whatever the page
 size. Token ids are runs of 1; Mooncake's ids are runs of 512 and a shorter last one."""
-
-
-class OutOfMemory(Exception):
-    """A refusal: nothing was changed, a later attempt may succeed.
-
-    Attributes
-    ----------
-    needed, free, largest_free : int
-        What would be taken, what is free, and the largest free interval, in ``unit``.
-    unit : str
-        ``"tokens"`` (contiguous) or ``"pages"`` (paged, vmm).
-    blocked : bool
-        Growth in place met an occupied neighbour (relocation is not allowed).
-    """
-
-    def __init__(
-        self,
-        needed: int,
-        free: int,
-        largest_free: int,
-        *,
-        unit: str = "tokens",
-        blocked: bool = False,
-    ) -> None:
-        self.needed = needed
-        self.free = free
-        self.largest_free = largest_free
-        self.unit = unit
-        self.blocked = blocked
-        reason = (
-            "the neighbour is occupied" if blocked else f"the largest free run is {largest_free}"
-        )
-        super().__init__(f"{needed} {unit} needed, {free} free, {reason}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_refusal, (
-            self.needed,
-            self.free,
-            self.largest_free,
-            self.unit,
-            self.blocked,
-        )
-
-    @property
-    def fragmented(self) -> bool:
-        """Enough is free, but not where it is needed."""
-        return self.free >= self.needed
-
-
-def _rebuild_refusal(
-    needed: int, free: int, largest_free: int, unit: str, blocked: bool
-) -> OutOfMemory:
-    return OutOfMemory(needed, free, largest_free, unit=unit, blocked=blocked)
-
-
-class NeverFits(ValueError):
-    """The request is larger than the whole memory or beyond the model's limit.
-
-    Told at once, so that it cannot wait at the head of a queue for ever.
-    """
-
-
-class Usage(NamedTuple):
-    """Where the bytes are. One token is one byte where there is no geometry.
-
-    ``reserved + free == capacity`` and ``live + reservation + tail == reserved``, always.
-    """
-
-    capacity: int
-    """Bytes under management: whole pages (or whole tokens)."""
-    live: int
-    """Bytes of stored tokens; a token shared by several sequences counts once."""
-    reserved: int
-    """Bytes that live sequences hold."""
-    reservation: int
-    """Waste: bytes held for tokens that are not generated yet."""
-    tail: int
-    """Waste: the unfilled end of last pages, and rounding of reservations."""
-    free: int
-    """Bytes that a new sequence could take, warm ones included."""
-    largest_free: int
-    """The largest free run of bytes that one reservation could use."""
-    warm: int
-    """Of the free bytes: pages still mapped or cached, taken back when needed."""
-    table_bytes: int
-    """Size of the lookup tables that a kernel reads to find the tokens."""
-
-    @property
-    def waste(self) -> int:
-        """Internal waste in bytes: reserved and not live."""
-        return self.reserved - self.live
-
-    @property
-    def external_fragmentation(self) -> float:
-        """``1 − largest_free / free``; 0 when nothing is free."""
-        return 1.0 - self.largest_free / self.free if self.free else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DenseView:
-    """One layer of a batch, each sequence at consecutive addresses of one big buffer.
-
-    Attributes
-    ----------
-    k, v : torch.Tensor
-        ``[T, H_kv, D]``, any strides with a contiguous last dimension. Token ``j`` of
-        sequence ``i`` is row ``starts[i] + j``. Rows outside ``[starts, starts + lengths)``
-        may be unmapped: touching them can kill the process.
-    starts : torch.Tensor
-        int64 ``[S]``.
-    lengths : torch.Tensor
-        int32 ``[S]``: readable tokens. After a sliding window dropped leading tokens,
-        ``starts`` is advanced and ``lengths`` shortened.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PagedView:
-    """One layer of a batch, each sequence scattered over pages.
-
-    Attributes
-    ----------
-    k, v : torch.Tensor
-        ``[num_pages, page_size, H_kv, D]``, any strides with a contiguous last dimension.
-        Token ``t`` of sequence ``i`` is ``k[block_table[i, t // B], t % B]``.
-    block_table : torch.Tensor
-        int32 ``[S, max_pages]``. Entries that hold no token of ``[first, lengths)`` are
-        undefined and never to be read.
-    first : torch.Tensor
-        int32 ``[S]``: the first token still stored (a sliding window may have dropped
-        leading pages).
-    lengths : torch.Tensor
-        int32 ``[S]``: tokens of the sequence, dropped ones included; tokens
-        ``first <= t < lengths`` are readable.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    block_table: torch.Tensor
-    first: torch.Tensor
-    lengths: torch.Tensor
 
 
 class Allocator(ABC):

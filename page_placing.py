@@ -40,14 +40,14 @@ class PagePlacing(PageBooks):
         """
         if self._whole_tokens is None:
             return False
-        covered = self._covered[rows]
         held, ready, pool = self._held[0], self._ready[0], self.pool
+        begins = held[rows]
+        covered = begins * self._whole_tokens
         beyond = lengths - covered
         if beyond.min() <= 0 or beyond.max() > self._whole_tokens:
             return False
         if len(rows) > pool.num_free + pool.num_spare:
             return False
-        begins = held[rows]
         cold, at = rows, begins
         if self._num_warm:
             warm = ready[rows] > begins

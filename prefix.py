@@ -16,11 +16,9 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from .contract import Prefix
 from .pages import PageIds
 from .sequences import Ints, count
-
-Run = tuple[int | str | bytes, int]
-Prefix = Sequence[Run]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

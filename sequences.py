@@ -69,7 +69,7 @@ class SequenceTable:
         """Forget a sequence; returns its row, which ``add`` may hand out again."""
         row = self.row(seq)
         del self._row_of[seq]
-        self._last_seqs = []
+        self._last_seqs, self._last_rows = [], np.zeros(0, np.intp)
         self._free_rows.append(row)
         return row
 

@@ -35,6 +35,16 @@ def books(allocator: Allocator) -> tuple[int, ...]:
     return tuple(allocator.usage()._replace(warm=0, largest_free=0))
 
 
+@every_backend
+def test_an_empty_batch_does_nothing_even_after_a_release(backend: Backend) -> None:
+    allocator = backend.make(64)
+    admit(allocator, "a", 5)
+    assert not allocator.grow(["a"])
+    allocator.release("a")
+    assert allocator.grow([]) == {}
+    drain(allocator)
+
+
 # ---------------------------------------------------------------------- fork
 
 

@@ -1,0 +1,63 @@
+"""The two ways of saying no: not now, and never."""
+
+from __future__ import annotations
+
+
+class OutOfMemory(Exception):
+    """A refusal: nothing was changed, a later attempt may succeed.
+
+    Attributes
+    ----------
+    needed, free, largest_free : int
+        What would be taken, what is free, and the largest free interval, in ``unit``.
+    unit : str
+        ``"tokens"`` (contiguous) or ``"pages"`` (paged, vmm).
+    blocked : bool
+        Growth in place met an occupied neighbour (relocation is not allowed).
+    """
+
+    def __init__(
+        self,
+        needed: int,
+        free: int,
+        largest_free: int,
+        *,
+        unit: str = "tokens",
+        blocked: bool = False,
+    ) -> None:
+        self.needed = needed
+        self.free = free
+        self.largest_free = largest_free
+        self.unit = unit
+        self.blocked = blocked
+        reason = (
+            "the neighbour is occupied" if blocked else f"the largest free run is {largest_free}"
+        )
+        super().__init__(f"{needed} {unit} needed, {free} free, {reason}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_refusal, (
+            self.needed,
+            self.free,
+            self.largest_free,
+            self.unit,
+            self.blocked,
+        )
+
+    @property
+    def fragmented(self) -> bool:
+        """Enough is free, but not where it is needed."""
+        return self.free >= self.needed
+
+
+def _rebuild_refusal(
+    needed: int, free: int, largest_free: int, unit: str, blocked: bool
+) -> OutOfMemory:
+    return OutOfMemory(needed, free, largest_free, unit=unit, blocked=blocked)
+
+
+class NeverFits(ValueError):
+    """The request is larger than the whole memory or beyond the model's limit.
+
+    Told at once, so that it cannot wait at the head of a queue for ever.
+    """
