@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvalloc.experiments import run_command
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.registry import NAMES, Report, find
-from kvalloc.experiments.row_tables import Column, markdown_table, percent, plain
+from kvalloc.experiments.row_tables import Column, Row, markdown_table, percent, plain
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_notice_is_told_once() -> None:
 
 def test_markdown_writes_each_value_by_its_column() -> None:
     columns = (Column("who", "who"), Column("share", "share", percent), Column("n", "n"))
-    rows = [{"who": "a", "share": 0.5, "n": 12345}, {"who": "b", "share": None}]
+    rows: list[Row] = [{"who": "a", "share": 0.5, "n": 12345}, {"who": "b", "share": None}]
     assert markdown_table(columns, rows).splitlines() == [
         "| who | share | n |",
         "|---|--:|--:|",
