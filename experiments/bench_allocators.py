@@ -23,6 +23,7 @@ import typer
 from .environment import environment
 from .errors import BadInput
 from .output import emit_json
+from .registry import load_average
 from .row_tables import Column, Columns
 from .scheduler import Counts, Scheduler
 
@@ -164,6 +165,7 @@ def allocators_command(
         "schema": 1,
         "experiment": "bench_allocators",
         "environment": environment(),
+        "load_average": load_average(),
         "settings": asdict(config),
         "rows": rows,
     }

@@ -105,6 +105,7 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
             axes.fill_between(row["series"]["step"], percents, color=style.tint(color, 0.5), lw=0)
             axes.plot(row["series"]["step"], percents, color=color, lw=0.7)
             axes.set_ylim(0, 100)
+            axes.locator_params(axis="x", nbins=4)
             refused = row["fragmentation_failures"]
             style.title(axes, row["backend"], f"{refused:,} refused with enough free")
         style.name_axes(panels, "step", "% of free memory")

@@ -148,8 +148,8 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
             axes.set_xscale("log", base=2)
             axes.set_xticks(x, [format_bytes(value) for value in x], rotation=30)
             axes.minorticks_off()
-            axes.set_ylim(0)
             style.title(axes, model, "")
+        panels[0].set_ylim(0)  # shared, and so only once everything is drawn
         panels[0].set_ylabel("running requests")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         style.heading(figure, "Requests that fit, by page size (vAttention's table)")

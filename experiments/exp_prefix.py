@@ -135,9 +135,9 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
                 line = "^" if family == "vmm" else "s-"
                 axes.plot(*zip(*mine, strict=True), line, color=color, label=label)
             axes.set_xscale("log", base=2)
-            axes.set_ylim(0)
             style.title(axes, format_bytes(memory), "")
             axes.set_xlabel("tokens per page")
+        panels[0].set_ylim(0)  # shared, and so only once everything is drawn
         panels[0].set_ylabel("% of prompt tokens, of memory")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
         style.heading(figure, f"Shared prefixes · trace {rows[0]['trace']}")

@@ -135,9 +135,10 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
                     ]
                     color = style.backend_style(backend).color
                     axes.plot(*zip(*mine, strict=True), "o", ls=line, color=color, label=strategy)
-                axes.set_ylim(0)
             style.title(grid[0][column], backend, "simulated")
             grid[1][column].set_xlabel("requests/s offered")
+        for row_of_panels in grid:
+            row_of_panels[0].set_ylim(0)  # shared, and so only once everything is drawn
         grid[0][0].set_ylabel("good requests/s")
         grid[1][0].set_ylabel("first token p99, s")
         handles = grid[0][0].get_legend_handles_labels()

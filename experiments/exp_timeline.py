@@ -96,17 +96,16 @@ def run(config: Config, report: Report) -> list[Row]:
 
     trace = read_trace(config.trace, seed=config.seed).head(config.requests).with_max_new(None)
     rows: list[Row] = []
-    for done, name in enumerate(("warm-up", *config.backends)):
-        report.progress(done, 1 + len(config.backends))
-        spec = parse_spec(config.backends[0] if name == "warm-up" else name, slots=False)
-        clock = Clock()
-        cache = spec.cache(geometry(config.model), parse_bytes(config.memory), device="cpu")
-        with Measured(cache, clock) as measured:
-            # Without this, the first backend would pay for compiling the kernels.
-            part = trace.head(1) if name == "warm-up" else trace
-            replay(part, measured, engine=LayerEngine(measured, clock, config.seed))
-        if name != "warm-up":
-            rows += _rows(name, clock)
+    for done, name in enumerate(config.backends):
+        report.progress(done, len(config.backends))
+        spec = parse_spec(name, slots=False)
+        # The first of them pays for compiling the kernels and is not told.
+        for part in (trace.head(1), trace):
+            clock = Clock()
+            cache = spec.cache(geometry(config.model), parse_bytes(config.memory), device="cpu")
+            with Measured(cache, clock) as measured:
+                replay(part, measured, engine=LayerEngine(measured, clock, config.seed))
+        rows += _rows(name, clock)
     return rows
 
 

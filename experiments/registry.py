@@ -10,6 +10,7 @@ had the answer been wrong.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -102,6 +103,11 @@ def find(name: str) -> Experiment:
     return Experiment(name, paragraphs[0], refuted[0], module)
 
 
+def load_average() -> float | None:
+    """Processes that wanted a core over the last minute: above the cores, times are inflated."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def result(experiment: Experiment, settings: Row, report: Report, rows: list[Row]) -> Row:
     """The JSON document of a run."""
     from .environment import environment
@@ -113,6 +119,7 @@ def result(experiment: Experiment, settings: Row, report: Report, rows: list[Row
         "refuted_if": experiment.refuted_if,
         "simulated": experiment.module.SIMULATED,
         "environment": environment(),
+        "load_average": load_average(),
         "settings": settings,
         "notices": report.notices,
         "rows": rows,

@@ -54,12 +54,26 @@ def _block(name: str, results: Path) -> str:
         f"<!-- results: {name} -->",
         "**Simulated**, not measured.\n" if simulated else "",
         markdown_table(columns, document["rows"]) + "\n",
-        f"`{command}` · {_where(document['environment'])}",
+        f"`{command}` · {_where(document['environment'])}{_busy(document)}",
     ]
     if (results / f"{stem}.svg").exists():
         kind = "simulated" if simulated else "figure"
         parts.append(f"\n![{name}, {kind}](results/cpu/{stem}.svg)")
     return "\n".join([part for part in parts if part] + ["<!-- end -->"])
+
+
+def _busy(document: dict[str, Any]) -> str:
+    """Says so where others wanted the cores as well; what only counts does not mind."""
+    load, cores = document.get("load_average"), document["environment"]["cores"]
+    if load is None or not cores or load < 1.5 * cores or not _is_timed(document):
+        return ""
+    return f". **Busy machine** (load {load:.0f}): compare within the table only"
+
+
+def _is_timed(document: dict[str, Any]) -> bool:
+    if document.get("simulated"):
+        return False
+    return any("us" in key.split("_") or "ms" in key.split("_") for key in document["rows"][0])
 
 
 def _where(environment: dict[str, Any]) -> str:
