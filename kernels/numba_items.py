@@ -276,15 +276,11 @@ def _compile(version):
     return attend_items
 
 
+_SOURCES = [Path(__file__).with_name(f"numba_{name}.py") for name in ("plan", "simd", "vectors")]
 VERSION = int.from_bytes(
-    hashlib.sha256(
-        b"".join(
-            Path(__file__).with_name(f"numba_{name}.py").read_bytes()
-            for name in ("plan", "simd", "vectors")
-        )
-    ).digest()[:7]
+    hashlib.sha256(bytes([ROWS, TOKENS]) + b"".join(map(Path.read_bytes, _SOURCES))).digest()[:7]
 )
-"""Fingerprint of the sources that are compiled into ``attend_items`` besides this file."""
+"""Fingerprint of what is compiled into ``attend_items`` besides this file."""
 
 attend_items = _compile(VERSION)
 """``(threads, queries, out, table, memories, sizes, tasks, items, num_blocks)``.

@@ -65,7 +65,7 @@ def paged_attention(
         )
     # Whole vectors; the softmax is computed in powers of two, hence the factor log2(e).
     queries = torch.zeros(len(q), num_q_heads, -(-dim // LANES) * LANES)
-    queries[..., :dim] = q
+    queries[..., :dim] = q.detach()
     queries *= scale / math.log(2.0)
     out = torch.zeros(q.shape)
     numba.set_num_threads(threads)

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -236,6 +237,35 @@ def test_no_kernel_reads_past_the_last_token() -> None:
     """Case 22's other half: memory behind the end may be unmapped, where a read kills."""
     done = subprocess.run([sys.executable, "-c", FENCED], capture_output=True, text=True)
     assert done.stdout == "intact\n", done.stderr
+
+
+NARROW = """
+import sys
+from llvmlite import binding
+
+features = binding.get_host_cpu_features()
+features.update(avx512f=False, avx2=sys.argv[1] == "8")
+binding.get_host_cpu_features = lambda: features
+
+from kvalloc.kernels import numba_vectors
+from kvalloc.tests.test_paged_numba import attention_case, error
+
+assert numba_vectors.LANES == int(sys.argv[1])
+for head_dim in (64, 20):
+    case = attention_case([70, 3], q_lens=[5, 1], head_dim=head_dim, q_heads=6, page_size=3)
+    assert error(case) < 1e-5
+    assert error(case, window=9) < 1e-5
+print("right")
+"""
+
+
+@pytest.mark.parametrize("lanes", ["8", "4"])
+def test_is_right_with_the_vectors_of_other_processors(lanes: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "NUMBA_OPT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", NARROW, lanes], capture_output=True, text=True, env=environment
+    )
+    assert done.stdout == "right\n", done.stderr
 
 
 def test_numba_compiled_one_version_only() -> None:
