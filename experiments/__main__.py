@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from ..contract import NeverFits, OutOfMemory
@@ -18,6 +19,8 @@ def main() -> None:
 
     Anything else that is raised is our own fault, and keeps its traceback.
     """
+    # Idle OpenMP threads sleep instead of spinning, so that a busy machine is not busier for us.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         app(prog_name="kvalloc")
     except (BadInput, NeverFits, OutOfMemory, DriverError, OSError) as error:

@@ -1,0 +1,6 @@
+"""What every test process needs before torch is loaded."""
+
+import os
+
+# Idle OpenMP threads sleep instead of spinning: workers and children share the cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
