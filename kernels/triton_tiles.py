@@ -70,13 +70,16 @@ class Variant:
             # Exact float32 products use no tensor cores and hold their operands in registers.
             block_m = min(max(16, rows), 32)
             return Tiles(block_m, 16 if block_m * block_d > 2048 else 32, block_d, 8)
-        block_m = min(max(16, rows), 128 if block_d <= 128 else 64)
         # From Hopper on, the wide tensor instructions read operands from shared memory; the
         # others (Ampere, Ada, consumer Blackwell) need registers for them.
         wide = 90 <= self.arch < 120
-        tight = block_d * block_m > 64 * 32 and not wide
-        block_n = 32 if block_d > 128 or (block_d > 64 and tight) else 64
-        num_warps = 8 if block_d > 128 or block_d * block_m >= 64 * 128 else 4
+        largest_m = 128 if block_d <= 128 else 64
+        if block_d == 128 and self.ragged and not wide:
+            largest_m = 64
+        block_m = min(max(16, rows), largest_m)
+        tight = block_d == 128 and block_m > 16 and not wide
+        block_n = 32 if block_d == 256 or tight else 64
+        num_warps = 8 if block_d == 256 or block_m == 128 else 4
         return Tiles(block_m, block_n, block_d, num_warps)
 
     def constants(self, *, upcast: bool) -> dict[str, bool | int]:

@@ -104,7 +104,7 @@ def test_page_sizes_and_layouts(page_size: int, layout: str) -> None:
 @pytest.mark.parametrize("num_splits", [2, 5, 19, 128])
 def test_a_context_in_any_number_of_shares(num_splits: int) -> None:
     """Case 23: one long sequence among short ones, whose later shares are empty."""
-    tokens = 150 if num_splits == 128 else 700
+    tokens = {2: 300, 5: 300, 19: 1200, 128: 150}[num_splits]
     case = attention_case(
         [1, tokens, 0, 65], q_heads=2, kv_heads=1, dtype=torch.float16, device=DEVICE
     )
