@@ -41,15 +41,14 @@ class Config:
 
     backends: tuple[str, ...] = (
         "paged:16",
-        "paged:64",
-        "paged:256",
+        "paged:128",
         "paged:512",
         "paged:1024",
         "paged:2048",
         "vmm:64KiB",
         "vmm:2MiB",
     )
-    memories: tuple[str, ...] = ("64GiB", "1TiB")
+    memories: tuple[str, ...] = ("64GiB", "4TiB")
     model: str = "llama-3.1-8b"
     file: str = "mooncake_conversation_first5000.jsonl"
     requests: int = 2_000
