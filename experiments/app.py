@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-from . import bench_driver, compare_command, plot_command, size_command, trace_command
+from . import (
+    bench_driver,
+    compare_command,
+    gpu_check_command,
+    plot_command,
+    size_command,
+    trace_command,
+)
 
 app = typer.Typer(
     name="kvalloc",
@@ -61,7 +68,7 @@ def _overview(
 
 
 # Each module offers `register(app)`, and imports torch only inside the commands that need it.
-for module in (compare_command, plot_command, size_command, trace_command):
+for module in (compare_command, gpu_check_command, plot_command, size_command, trace_command):
     module.register(app)
 bench_driver.register(bench)
 if find_spec(f"{__package__}.bench_attention"):

@@ -1,0 +1,261 @@
+"""gpu-check, stage vmm: mapped memory does on the device what the books say it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..contract import OutOfMemory
+from ..geometry import KVGeometry, LayerShape
+from ..vmm.driver import Driver, DriverError
+from .gpu_stage import NotHere, Report, Target, require
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..vmm.cache import VmmKVCache
+
+DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
+
+
+def run(report: Report, target: Target) -> None:
+    """Aliases, dtypes, growth between kernels, every verb, refusals, and what comes back."""
+    driver = target.driver()
+    report.settings |= {"granularity": driver.granularity}
+    checks = {
+        "one page at two addresses": _aliases,
+        "tensors of every dtype": _dtypes,
+        "growth between queued kernels": _growth,
+        "verbs keep every token": _verbs,
+        "a window lets go of pages": _window,
+        "scrubbed pages are zero": _scrub,
+        "closing under living views is refused": _closing,
+        "out of memory is a refusal and passes": _exhaustion,
+    }
+    for name, check in checks.items():
+        with report.check(name):
+            check(driver, target)
+    with report.check("everything is given back"):
+        require(driver.num_views == 0, f"{driver.num_views} tensors are alive")
+        in_use = getattr(driver, "bytes_in_use", 0)
+        require(in_use == 0, f"{in_use} bytes are still in use")
+        driver.close()
+    report.headline = f"{sum(entry['ok'] is True for entry in report.checks)} checks right"
+
+
+def make_cache(driver: Driver, *, window: int | None = None, **options: Any) -> VmmKVCache:
+    """A cache of two layers, 8 heads × 128 in bfloat16, with 12 pages for each buffer.
+
+    A token takes 2 KiB per tensor: 1,024 of them in a page of 2 MiB.
+    """
+    from ..vmm.cache import VmmKVCache
+
+    layers = (LayerShape(8, 128, window), LayerShape(8, 128))
+    size = driver.granularity
+    geometry = KVGeometry("check", layers, 32, "bfloat16", max_context=8 * size // 2048)
+    return VmmKVCache(geometry, 48 * size, size, driver=driver, max_rows=16, **options)
+
+
+def contents(cache: VmmKVCache, layer: int, numbers: Sequence[int]) -> torch.Tensor:
+    """K of tokens by their numbers, ``[n, H_kv, D]``; exact in bfloat16. V is K + 1."""
+    import torch
+
+    shape = cache.geometry.layers[layer]
+    n = torch.tensor(numbers, dtype=torch.int64, device=cache.device)
+    k = torch.zeros(len(numbers), shape.kv_heads, shape.head_dim, device=cache.device)
+    k[..., 0], k[..., 1], k[..., 2] = (n % 100)[:, None], (n // 100 % 100)[:, None], float(layer)
+    return k.to(getattr(torch, cache.geometry.dtype))
+
+
+def write(cache: VmmKVCache, seq: str, numbers: Sequence[int]) -> None:
+    """Store the newest tokens of a sequence in every layer."""
+    for layer in range(len(cache.geometry.layers)):
+        k = contents(cache, layer, numbers)
+        cache.write(layer, [seq], k, k + 1, lens=[len(numbers)])
+
+
+def holds(cache: VmmKVCache, seq: str, numbers: Sequence[int]) -> None:
+    """Check that a sequence reads as its tokens, from the first that a window left."""
+    import torch
+
+    for layer in range(len(cache.geometry.layers)):
+        view = cache.view(layer, [seq])
+        start, length = int(view.starts[0]), int(view.lengths[0])
+        expected = contents(cache, layer, numbers[len(numbers) - length :])
+        for name, tensor, wanted in (("K", view.k, expected), ("V", view.v, expected + 1)):
+            found = tensor[start : start + length]
+            require(
+                torch.equal(found, wanted), f"{name} of layer {layer}, sequence {seq!r}, differs"
+            )
+
+
+def _mapped(driver: Driver, num_pages: int) -> tuple[int, list[int]]:
+    size = driver.granularity
+    address = driver.reserve(num_pages * size)
+    pages = [driver.create(size) for _ in range(num_pages)]
+    for i, page in enumerate(pages):
+        driver.map(address + i * size, size, page)
+    driver.allow(address, num_pages * size)
+    return address, pages
+
+
+def _give_back(driver: Driver, address: int, pages: list[int]) -> None:
+    size = len(pages) * driver.granularity
+    driver.wait(driver.fence())
+    driver.unmap(address, size)
+    for page in set(pages):
+        driver.release(page)
+    driver.free(address, size)
+
+
+def _aliases(driver: Driver, target: Target) -> None:
+    import torch
+
+    size = driver.granularity
+    address = driver.reserve(4 * size)
+    page = driver.create(size)
+    for i in (0, 2):
+        driver.map(address + i * size, size, page)
+        driver.allow(address + i * size, size)
+    whole = driver.tensor(address, (4 * size // 4,), torch.float32)
+    first, third = whole[: size // 4], whole[size // 2 : size // 2 + size // 4]
+    first.copy_(torch.arange(size // 4, dtype=torch.float32))
+    require(torch.equal(first, third), "what was written at one address is not at the other")
+    third[-1] = -1
+    require(float(first[-1]) == -1, "a write at the second address is not at the first")
+    del whole, first, third
+    driver.wait(driver.fence())
+    for i in (0, 2):
+        driver.unmap(address + i * size, size)
+    driver.release(page)
+    driver.free(address, 4 * size)
+
+
+def _dtypes(driver: Driver, target: Target) -> None:
+    import torch
+
+    address, pages = _mapped(driver, 1)
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        tensor = driver.tensor(address, (4, 8), dtype)
+        require(tensor.device == target.device, f"{name} lies on {tensor.device}")
+        wanted = torch.arange(32, dtype=torch.float32, device=target.device).view(4, 8)
+        tensor.copy_((wanted % 8).to(dtype))
+        require(torch.equal(tensor.float(), wanted % 8), f"{name} does not read as written")
+        del tensor
+    _give_back(driver, address, pages)
+
+
+def _growth(driver: Driver, target: Target) -> None:
+    """Pages appear under addresses beside those that queued kernels read; nothing waits."""
+    with make_cache(driver) as cache:
+        per_page = cache.prefix_index.unit_tokens
+        numbers = list(range(per_page - 1))
+        cache.admit("a", len(numbers))
+        write(cache, "a", numbers)
+        sums = []
+        for step in range(1, 7):
+            read = cache.view(1, ["a"]).v[: per_page - 1, :, 2]  # 1 + the layer's number
+            sums.append(read.float().sum())
+            del read
+            new = [1000 * step + i for i in range(per_page)]
+            require(not cache.grow(["a"], per_page), "growth was refused")
+            write(cache, "a", new)
+            numbers += new
+        holds(cache, "a", numbers)
+        expected = (per_page - 1) * 8 * 2
+        seen = [float(value) for value in sums]
+        require(seen == [expected] * len(seen), f"queued kernels read {seen}, not {expected}")
+
+
+def _verbs(driver: Driver, target: Target) -> None:
+    with make_cache(driver) as cache:
+        unit = cache.prefix_index.unit_tokens
+        prompt = list(range(2 * unit + 5))
+        prefix = [(number, 1) for number in prompt]
+        cache.admit("a", len(prompt), prefix=prefix)
+        write(cache, "a", prompt)
+        cached = cache.admit("b", len(prompt), prefix=prefix)
+        require(cached == 2 * unit, f"{cached} tokens of a known prefix were found")
+        write(cache, "b", prompt[cached:])
+        cache.fork("a", "c")
+        own = {"a": [7001], "b": [7002], "c": [7003]}
+        cache.grow(list(own))
+        for seq, numbers in own.items():
+            write(cache, seq, numbers)
+        for seq, numbers in own.items():
+            holds(cache, seq, prompt + numbers)
+        cache.truncate("c", unit + 1)
+        cache.offload("a")
+        holds(cache, "c", prompt[: unit + 1])
+        cache.release("b")
+        cache.restore("a")
+        holds(cache, "a", [*prompt, 7001])
+        cache.check_invariants()
+
+
+def _window(driver: Driver, target: Target) -> None:
+    with make_cache(driver, window=100) as cache:
+        unit = cache.prefix_index.unit_tokens
+        numbers = list(range((100 // unit + 2) * unit))
+        cache.admit("a", len(numbers))
+        write(cache, "a", numbers)
+        cache.grow(["a"])
+        numbers.append(len(numbers))
+        write(cache, "a", numbers[-1:])
+        held = int(cache.view(0, ["a"]).lengths[0])
+        require(100 <= held < len(numbers), f"{held} of {len(numbers)} tokens are mapped")
+        holds(cache, "a", numbers)
+
+
+def _scrub(driver: Driver, target: Target) -> None:
+    with make_cache(driver, scrub=True) as cache:
+        num = 2 * cache.prefix_index.unit_tokens
+        for reclaims in (False, True):
+            cache.admit("a", num)
+            write(cache, "a", [99] * num)
+            cache.release("a")
+            if reclaims:
+                cache.reclaim()
+            cache.admit("b", num)
+            view = cache.view(0, ["b"])
+            start = int(view.starts[0])
+            seen = float(view.k[start : start + num].float().abs().max())
+            del view
+            cache.release("b")
+            require(seen == 0, f"remains of {seen} are seen")
+
+
+def _closing(driver: Driver, target: Target) -> None:
+    cache = make_cache(driver)
+    cache.admit("a", 10)
+    write(cache, "a", range(10))
+    view = cache.view(0, ["a"])
+    try:
+        cache.close()
+    except DriverError:
+        holds(cache, "a", range(10))
+    else:
+        require(False, "a cache closed under a living view")
+    del view
+    cache.close()
+
+
+def _exhaustion(driver: Driver, target: Target) -> None:
+    """All the memory there is, in large pages; then a refusal; then all of it again."""
+    if target.kind == "cpu":
+        raise NotHere("main memory is not filled up for a check")
+    size = (1 << 30) if target.is_gpu else 64 * driver.granularity
+    counts = []
+    for _ in range(2):
+        pages: list[int] = []
+        try:
+            while True:
+                pages.append(driver.create(size))
+        except OutOfMemory as refusal:
+            require(not refusal.fragmented, f"the refusal says that there is room: {refusal}")
+        finally:
+            for page in pages:
+                driver.release(page)
+        counts.append(len(pages))
+    require(counts[0] > 0 and counts[1] >= counts[0] - 1, f"{counts} pages in two rounds")
