@@ -45,7 +45,8 @@ STAGES = (
     Stage("flash", 0.15),
     Stage("paged", 0.20),
     Stage("attention", 0.20),
-    Stage("trace", 0.15),
+    Stage("trace", 0.10),
+    Stage("hf", 0.05),
 )
 """The most valuable first."""
 

@@ -141,7 +141,7 @@ class Report:
     def is_right(self) -> bool:
         """No check failed, and something was looked at."""
         found = [entry["ok"] for entry in self.checks]
-        return False not in found and bool(self.rows or True in found)
+        return False not in found and bool(self.rows or found)
 
     def save(self, *, complete: bool = False) -> None:
         """Write the file as it stands."""

@@ -26,6 +26,7 @@ def run(report: Report, target: Target) -> None:
         "one page at two addresses": _aliases,
         "tensors of every dtype": _dtypes,
         "growth between queued kernels": _growth,
+        "a thread maps ahead": _ahead,
         "verbs keep every token": _verbs,
         "a window lets go of pages": _window,
         "scrubbed pages are zero": _scrub,
@@ -166,6 +167,27 @@ def _growth(driver: Driver, target: Target) -> None:
         expected = (per_page - 1) * 8 * 2
         seen = [float(value) for value in sums]
         require(seen == [expected] * len(seen), f"queued kernels read {seen}, not {expected}")
+
+
+def _ahead(driver: Driver, target: Target) -> None:
+    """Driver calls from two threads; what was mapped ahead is there and makes growth free."""
+    with make_cache(driver, ahead_tokens=1) as cache:
+        mapper = cache.mapper
+        require(mapper is not None, "no thread was started")
+        assert mapper is not None
+        per_page = cache.prefix_index.unit_tokens
+        numbers = list(range(per_page))
+        cache.admit("a", per_page)
+        write(cache, "a", numbers)
+        for step in range(1, 4):
+            mapper.wait()
+            require(mapper.num_failures == 0, "mapping ahead failed")
+            require(mapper.num_pages >= 4 * step, f"{mapper.num_pages} pages were mapped ahead")
+            new = [1000 * step + i for i in range(per_page)]
+            require(not cache.grow(["a"], per_page), "growth was refused")
+            write(cache, "a", new)
+            numbers += new
+        holds(cache, "a", numbers)
 
 
 def _verbs(driver: Driver, target: Target) -> None:
