@@ -97,12 +97,12 @@ class PageBooks(Allocator):
         self._ready: list[Ints] = [np.zeros(0, np.int64) for _ in groups]
         self._table = PageTable(self.num_columns)
         self.prefix_index = PrefixIndex(unit_tokens)
-        self._version = 0  # changes with the books; views are built once per version
-        self._num_tokens = 0
-        self._num_gone = 0  # pages left behind by windows, of live rows
-        self._num_used = 0  # distinct pages held by live rows
-        self._num_shared = 0  # further holders of pages that have one already
-        self._num_warm = 0
+        self._version: int = 0  # changes with the books; views are built once per version
+        self._num_tokens: int = 0
+        self._num_gone: int = 0  # pages left behind by windows, of live rows
+        self._num_used: int = 0  # distinct pages held by live rows
+        self._num_shared: int = 0  # further holders of pages that have one already
+        self._num_warm: int = 0
         pool.join(self)
 
     # ------------------------------------------------------------------ counting

@@ -53,9 +53,9 @@ def test_a_copy_that_fails_takes_nothing(policy: str, monkeypatch: pytest.Monkey
     with monkeypatch.context() as patch:
         patch.setattr(cache, "_copy", fail)
         patch.setattr(cache, "_write_back", fail)
-        for verb in (lambda: cache.fork("a", "c"), lambda: cache.restore("b", headroom=1)):
+        for verb, seqs in ((cache.fork, ("a", "c")), (cache.restore, ("b",))):
             with pytest.raises(RuntimeError, match="device out of memory"):
-                verb()
+                verb(*seqs)
             cache.check_invariants()
             assert cache.usage() == before
     cache.restore("b", headroom=1)
