@@ -71,7 +71,7 @@ QUICK = Config(blocks=(1, 16, 64), requests=100, memory="1GiB", sequences=2, con
 
 
 def run(config: Config, report: Report) -> list[Row]:
-    """One row per block size, then one per other backend; times are first quartiles (grow: mean)."""
+    """One row per block size and other backend; times are first quartiles (grow: mean)."""
     names = [*(f"paged:{block}" for block in config.blocks), *config.others]
     total = len(names) + config.rounds + WARM_UP
     rows = []
