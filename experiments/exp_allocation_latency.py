@@ -45,6 +45,7 @@ COLUMNS: Columns = (
     Column("call", "op"),
     Column("calls", "calls"),
     Column("p50, µs", "us_p50"),
+    Column("p90, µs", "us_p90"),
     Column("p99, µs", "us_p99"),
     Column("max, µs", "us_max"),
     Column("driver calls", "driver_calls"),
@@ -119,7 +120,7 @@ def _pass(name: str, state: str, cache: KVCache, trace: Trace, config: Config) -
     rows = []
     for op in OPS:
         us = np.array(measured.clock.durations[op]) / 1e3
-        p50, p99 = np.percentile(us, [50, 99])
+        p50, p90, p99 = np.percentile(us, [50, 90, 99])
         rows.append(
             {
                 "backend": name,
@@ -127,6 +128,7 @@ def _pass(name: str, state: str, cache: KVCache, trace: Trace, config: Config) -
                 "op": op,
                 "calls": len(us),
                 "us_p50": float(p50),
+                "us_p90": float(p90),
                 "us_p99": float(p99),
                 "us_max": float(us.max()),
                 "driver_calls": None if calls is None or before is None else calls - before,
