@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,8 +20,12 @@ from .scheduler import OnFailure, OnFull
 from .specs import Spec
 from .trace import Trace
 
+if TYPE_CHECKING:
+    from .made_up import Expected, Values
+
 Progress = Callable[[str, int], None]
-ALLOCATE = ("admit", "grow", "release")
+Report = Callable[[int], None]
+ALLOCATE = ("admit", "grow", "release", "offload", "restore")
 MAX_REQUESTS_WITH_OWNERS = 200
 
 
@@ -49,6 +54,9 @@ class Settings:
     seed: int = 0
 
 
+Make = Callable[[Trace, Settings, Spec, Report], tuple[Result, Clock | None, dict[str, Any]]]
+
+
 def compare(trace: Trace, settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
     """Replay a trace, whose ``max_new`` is resolved, on every backend.
 
@@ -65,7 +73,8 @@ def compare(trace: Trace, settings: Settings, progress: Progress | None = None) 
     if not len(trace):
         raise BadInput(f"{trace.name} has no requests: give a trace with at least one")
     _check_backends(settings)
-    backends = [_one(trace, settings, spec, progress) for spec in settings.specs]
+    make = _runner(trace, settings) if settings.run else _account
+    backends = [_one(make, trace, settings, spec, progress) for spec in settings.specs]
     if all(backend["never_fit"] == len(trace) for backend in backends):
         raise BadInput(
             f"no request of {trace.name} can ever fit: the shortest has "
@@ -91,12 +100,13 @@ def _check_backends(settings: Settings) -> None:
             spec.allocator(*memory)
 
 
-def _one(trace: Trace, settings: Settings, spec: Spec, progress: Progress | None) -> dict[str, Any]:
+def _one(
+    make: Make, trace: Trace, settings: Settings, spec: Spec, progress: Progress | None
+) -> dict[str, Any]:
     def report(done: int) -> None:
         if progress is not None:
             progress(spec.text, done)
 
-    make = _run if settings.run else _account
     start = perf_counter()
     result, clock, extra = make(trace, settings, spec, report)
     total = perf_counter() - start
@@ -132,7 +142,7 @@ def _one(trace: Trace, settings: Settings, spec: Spec, progress: Progress | None
 
 
 def _account(
-    trace: Trace, settings: Settings, spec: Spec, report: Callable[[int], None]
+    trace: Trace, settings: Settings, spec: Spec, report: Report
 ) -> tuple[Result, Clock | None, dict[str, Any]]:
     allocator = spec.allocator(settings.geometry, settings.memory_bytes)
     result = replay(
@@ -149,8 +159,23 @@ def _account(
     return result, None, {"capacity": allocator.capacity, "slots": slots, "error": None}
 
 
+def _runner(trace: Trace, settings: Settings) -> Make:
+    """``_run`` with the values, and what they must give, that all backends share."""
+    from .made_up import Expected, Values
+
+    values = Values(
+        settings.geometry, prefix=trace.prefix, seed=settings.seed, device=settings.device
+    )
+    return partial(_run, values, Expected(values) if settings.verify else None)
+
+
 def _run(
-    trace: Trace, settings: Settings, spec: Spec, report: Callable[[int], None]
+    values: Values,
+    expected: Expected | None,
+    trace: Trace,
+    settings: Settings,
+    spec: Spec,
+    report: Report,
 ) -> tuple[Result, Clock | None, dict[str, Any]]:
     from ..telemetry import Measured
     from .engine import Engine
@@ -160,9 +185,7 @@ def _run(
         settings.geometry, settings.memory_bytes, device=settings.device, layout=settings.layout
     )
     with Measured(cache, clock) as measured:
-        engine = Engine(
-            measured, clock, prefix=trace.prefix, seed=settings.seed, verify=settings.verify
-        )
+        engine = Engine(measured, clock, values=values, expected=expected)
         result = replay(
             trace,
             measured,

@@ -127,6 +127,9 @@ class Checked:
             )
         return self._values[request, layer]
 
+    def begin_step(self) -> None:
+        pass
+
     def prefill(self, request: int, tokens: int, cached: int) -> None:
         self.check([request], [tokens - cached])
 

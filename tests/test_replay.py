@@ -73,6 +73,9 @@ class Audited:
         self.num_told += 1
         assert self.num_told < 16, "livelock"
 
+    def begin_step(self) -> None:
+        pass
+
     def prefill(self, request: int, tokens: int, cached: int) -> None:
         assert cached == 0
         assert self.allocator.length(request) == tokens
@@ -172,6 +175,9 @@ class Diary:
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
         self.entries: list[tuple[str, Any, int]] = []
+
+    def begin_step(self) -> None:
+        pass
 
     def prefill(self, request: int, tokens: int, cached: int) -> None:
         self.entries.append(("prefill", (request, tokens), self.allocator.usage().live))
