@@ -67,6 +67,9 @@ class LayerEngine:
         self._cache, self._clock = cache, clock
         self._generator = torch.Generator().manual_seed(seed)
 
+    def begin_step(self) -> None:
+        """Every call is timed by itself: steps do not matter."""
+
     def prefill(self, request: int, tokens: int, cached: int) -> None:
         """Write and attend a prompt."""
         self._layers([request], [tokens - cached], "prefill")

@@ -20,6 +20,10 @@ MAX_OWNER_ENTRIES = 50_000
 class Engine(Protocol):
     """What a real run does with the tokens; the books alone do nothing."""
 
+    def begin_step(self) -> None:
+        """A step of the scheduler begins."""
+        ...
+
     def prefill(self, request: int, tokens: int, cached: int) -> None:
         """Write and attend a prompt that was just placed, from its ``cached`` first tokens on."""
         ...
@@ -105,6 +109,8 @@ def replay(
         if arrived < num and steps[arrived] == now:
             arrivals = range(arrived, boundary[turn])
             arrived, turn = boundary[turn], turn + 1
+        if engine is not None:
+            engine.begin_step()
         scheduler.step(arrivals)
         if engine is not None and scheduler.active:
             engine.decode(scheduler.active)

@@ -67,3 +67,19 @@ def test_float64_in_blocks_is_the_reference(
     view = DenseView(k, v, torch.tensor([0]), torch.tensor([length], dtype=torch.int32))
     expected = reference_attention(q, view, q_lens=[num_queries], window=window)
     torch.testing.assert_close(float64_attention(q, k, v, window), expected, rtol=0, atol=1e-12)
+
+
+def test_a_tokens_time_includes_the_growth_of_its_own_step() -> None:
+    """And nothing of the steps before: growth of other steps is told apart."""
+    tiny, clock = geometry("tiny"), Clock()
+    with parse_spec("paged:4", slots=False).cache(tiny, 1 << 20, device="cpu") as cache:
+        engine = Engine(cache, clock, values=Values(tiny))
+        cache.admit(0, 3)
+        engine.prefill(0, 3, 0)
+        for grown in (10**18, 10**15, 10**15):
+            engine.begin_step()
+            clock.add("grow", 0, grown)
+            cache.grow([0])
+            engine.decode([0])
+    assert 10**18 <= clock.durations["step"][0]
+    assert all(10**15 <= step < 2 * 10**15 for step in clock.durations["step"][1:])
