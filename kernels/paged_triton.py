@@ -71,8 +71,17 @@ def paged_attention(
     if out.numel() == 0:
         return out
     lens: list[int] = q_lens.tolist() if isinstance(q_lens, torch.Tensor) else list(q_lens)
+    variant, num_splits, min_share = _plan(q, view, lens, window, num_splits)
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
+        _launch(out, q, view, lens, variant, scale, window or 0, num_splits, min_share)
+    return out
+
+
+def _plan(
+    q: torch.Tensor, view: PagedView, lens: list[int], window: int | None, num_splits: int | None
+) -> tuple[Variant, int, int]:
+    """What is launched, into how many shares contexts are cut, and their least size in tiles."""
     _, page_size, num_kv_heads, head_dim = view.k.shape
-    min_share = 1
     variant = Variant(
         arch=_arch(q.device),
         dtype=str(q.dtype).removeprefix("torch."),
@@ -83,6 +92,7 @@ def paged_attention(
         ragged=min(lens) != max(lens),
         windowed=window is not None,
     )
+    min_share = 1
     if num_splits is None:
         num_tiles = sum(ceil_div(n * variant.group, variant.tiles.block_m) for n in lens)
         longest = view.block_table.shape[1] * page_size
@@ -91,11 +101,7 @@ def paged_attention(
         num_splits = choose_splits(num_tiles * num_kv_heads, longest, _num_processors(q.device))
         # The lengths are on the device: a sequence much shorter than the table takes fewer.
         min_share = ceil_div(MIN_SPLIT_TOKENS, variant.tiles.block_n)
-    if num_splits > 1:
-        variant = replace(variant, split=True)
-    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
-        _launch(out, q, view, lens, variant, scale, window or 0, num_splits, min_share)
-    return out
+    return replace(variant, split=num_splits > 1), num_splits, min_share
 
 
 def _launch(

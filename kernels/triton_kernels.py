@@ -1,7 +1,7 @@
 """The device code of paged attention: one pass over the pages, and the sum over splits.
 
-Only these two kernels read tensors; what they are launched with is decided in
-``paged_triton`` and ``triton_tiles``.
+``attend_pages`` and ``combine_splits`` are launched by ``paged_triton``, with the constants of
+``triton_tiles``; the others are their parts.
 """
 # The compiler reads annotations, so the parameters of kernels have none.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -15,40 +15,82 @@ import triton.language as tl
 
 
 @triton.jit
-def fold_tile(
-    state,
-    q,
-    tile,
-    table,
-    begin,
-    end,
-    position,
-    window,
-    k,
-    v,
-    k_page,
-    k_slot,
-    v_page,
-    v_slot,
-    log2_scale,
-    MASKED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    UPCAST: tl.constexpr,
-    TILE_IN_PAGE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """One step of the online softmax: the keys ``tile * BLOCK_N …`` join the state.
+def query_tile(
+    tiles, tiles_per_seq, q_len, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """Sequence, first row, first query token and query tokens of this program's tile.
 
-    ``MASKED`` is off only where every row sees every token of the tile.
+    ``RAGGED`` reads them from ``tiles`` int32 ``[num_tiles, 4]``; otherwise every sequence has
+    ``q_len`` query tokens.
     """
-    acc, peak, total = state
+    index = tl.program_id(0)
+    if RAGGED:
+        seq = tl.load(tiles + 4 * index)
+        row_0 = tl.load(tiles + 4 * index + 1)
+        q_start = tl.load(tiles + 4 * index + 2)
+        q_len = tl.load(tiles + 4 * index + 3)
+    else:
+        # The last queries of a prompt see the most keys: they start first.
+        seq = index // tiles_per_seq
+        row_0 = (tiles_per_seq - 1 - index % tiles_per_seq) * BLOCK_M
+        q_start = seq * q_len
+    return seq, row_0, q_start, q_len
+
+
+@triton.jit
+def key_tiles(
+    stored, lowest, highest, window, num_splits, min_share,
+    WINDOWED: tl.constexpr, SPLIT: tl.constexpr, INTERIOR: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Keys that queries at the positions ``[lowest, highest]`` see, and this share's tiles.
+
+    Tokens ``[begin, end)``; tiles ``[lo, hi)``, of which ``[full_lo, full_hi)`` are seen whole
+    by every query (none unless ``INTERIOR``).
+    """
+    begin = stored
+    full_begin = stored
+    if WINDOWED:
+        begin = tl.maximum(stored, lowest - window + 1)
+        full_begin = tl.maximum(stored, highest - window + 1)
+    end = highest + 1
+    lo = begin // BLOCK_N
+    # Without a readable token there is no tile, else an undefined table entry were read.
+    hi = tl.where(end > begin, tl.cdiv(end, BLOCK_N), lo)
+    if SPLIT:
+        share = tl.maximum(tl.cdiv(hi - lo, num_splits), min_share)
+        lo = tl.minimum(lo + tl.program_id(2) * share, hi)
+        hi = tl.minimum(lo + share, hi)
+    full_lo = hi
+    full_hi = hi
+    if INTERIOR:
+        full_lo = tl.minimum(tl.maximum(tl.cdiv(full_begin, BLOCK_N), lo), hi)
+        full_hi = tl.minimum(tl.maximum((lowest + 1) // BLOCK_N, full_lo), hi)
+    return begin, end, lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def load_query(
+    rows, row_exists, UPCAST: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Query rows at the pointers ``rows``, 0 where there is none."""
+    dims = tl.arange(0, BLOCK_D)
+    inside = row_exists[:, None] & (dims < HEAD_DIM)[None, :]
+    query = tl.load(rows[:, None] + dims[None, :], mask=inside, other=0.0)
+    if UPCAST:
+        query = query.to(tl.float32)
+    return query
+
+
+@triton.jit
+def load_tile(
+    tile, readable, table, k, v, k_page, k_slot, v_page, v_slot,
+    MASKED: tl.constexpr, UPCAST: tl.constexpr, PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """K and V of the tokens ``tile * BLOCK_N …``, 0 where they are not readable."""
     tokens = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    readable = (tokens >= begin) & (tokens < end)
-    if TILE_IN_PAGE:
+    if PAGE_SIZE % BLOCK_N == 0:
         # One entry serves the tile, and it is defined: the tile holds a readable token.
         page = tl.load(table + (tile * BLOCK_N) // PAGE_SIZE).to(tl.int64)
     elif MASKED:
@@ -74,7 +116,28 @@ def fold_tile(
     if UPCAST:
         key = key.to(tl.float32)
         value = value.to(tl.float32)
-    score = tl.dot(q, tl.trans(key), input_precision="ieee") * log2_scale
+    return key, value
+
+
+@triton.jit
+def fold_tile(
+    state, query, tile, table, begin, end, position, window,
+    k, v, k_page, k_slot, v_page, v_slot, log2_scale,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, UPCAST: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax: the tokens ``tile * BLOCK_N …`` join the state.
+
+    ``MASKED`` is off only where every query sees every token of the tile.
+    """
+    acc, peak, total = state
+    tokens = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    readable = (tokens >= begin) & (tokens < end)
+    key, value = load_tile(
+        tile, readable, table, k, v, k_page, k_slot, v_page, v_slot,
+        MASKED, UPCAST, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    score = tl.dot(query, tl.trans(key), input_precision="ieee") * log2_scale
     if MASKED:
         visible = readable[None, :] & (tokens[None, :] <= position[:, None])
         if WINDOWED:
@@ -92,113 +155,50 @@ def fold_tile(
 
 @triton.jit(do_not_specialize=["window", "q_len", "tiles_per_seq", "num_splits", "min_share"])
 def attend_pages(
-    out,
-    partial,
-    partial_lse,
-    q,
-    k,
-    v,
-    block_table,
-    first,
-    lengths,
-    tiles,
-    log2_scale,
-    window,
-    q_len,
-    tiles_per_seq,
-    num_splits,
-    min_share,
-    q_token,
-    q_head,
-    k_page,
-    k_slot,
-    k_head,
-    v_page,
-    v_slot,
-    v_head,
-    table_row,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    RAGGED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    INTERIOR: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    out, partial, partial_lse, q, k, v, block_table, first, lengths, tiles,
+    log2_scale, window, q_len, tiles_per_seq, num_splits, min_share,
+    q_token, q_head, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    RAGGED: tl.constexpr, WINDOWED: tl.constexpr, SPLIT: tl.constexpr,
+    INTERIOR: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Attend one tile of query rows to one share of the keys of its sequence.
 
     Grid: (query tiles, KV heads, splits). The rows of a sequence are its (query token, head
     of the group) pairs, token-major, so that all heads of a group use each loaded K and V.
-    ``partial`` float32 ``[T_q, H_q, num_splits, D]`` and ``partial_lse`` float32
-    ``[T_q, H_q, num_splits]`` are written under ``SPLIT``, ``out`` ``[T_q, H_q, D]`` otherwise.
-    ``tiles`` int32 ``[num_tiles, 4]`` (sequence, first row, first query token, query tokens)
-    is read under ``RAGGED``; otherwise every sequence has ``q_len`` query tokens.
     """
-    # The last queries of a prompt see the most keys: they start first.
-    index = tl.program_id(0)
-    if RAGGED:
-        seq = tl.load(tiles + 4 * index)
-        row_0 = tl.load(tiles + 4 * index + 1)
-        q_start = tl.load(tiles + 4 * index + 2)
-        q_len = tl.load(tiles + 4 * index + 3)
-    else:
-        seq = index // tiles_per_seq
-        row_0 = (tiles_per_seq - 1 - index % tiles_per_seq) * BLOCK_M
-        q_start = seq * q_len
-    kv_head = tl.program_id(1).to(tl.int64)
+    seq, row_0, q_start, q_len = query_tile(tiles, tiles_per_seq, q_len, RAGGED, BLOCK_M)
     num_rows = q_len * GROUP
-    length = tl.load(lengths + seq)
-    stored = tl.load(first + seq)
-    table = block_table + seq.to(tl.int64) * table_row
+    position_0 = tl.load(lengths + seq) - q_len
+    lowest = position_0 + row_0 // GROUP
+    highest = position_0 + (tl.minimum(row_0 + BLOCK_M, num_rows) - 1) // GROUP
+    begin, end, lo, full_lo, full_hi, hi = key_tiles(
+        tl.load(first + seq), lowest, highest, window, num_splits, min_share,
+        WINDOWED, SPLIT, INTERIOR, BLOCK_N,
+    )  # fmt: skip
 
+    kv_head = tl.program_id(1).to(tl.int64)
     rows = row_0 + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    position = length - q_len + rows // GROUP
-    lowest = length - q_len + row_0 // GROUP
-    highest = length - q_len + (tl.minimum(row_0 + BLOCK_M, num_rows) - 1) // GROUP
-    begin = stored
-    full_begin = stored
-    if WINDOWED:
-        begin = tl.maximum(stored, lowest - window + 1)
-        full_begin = tl.maximum(stored, highest - window + 1)
-    end = highest + 1
-    lo = begin // BLOCK_N
-    # Without a readable token there is no tile, else an undefined table entry were read.
-    hi = tl.where(end > begin, tl.cdiv(end, BLOCK_N), lo)
-    if SPLIT:
-        share = tl.maximum(tl.cdiv(hi - lo, num_splits), min_share)
-        lo = tl.minimum(lo + tl.program_id(2) * share, hi)
-        hi = tl.minimum(lo + share, hi)
-
-    token_of_row = q_start.to(tl.int64) + rows // GROUP
-    head_of_row = kv_head * GROUP + rows % GROUP
-    inside = (rows < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
-    q_rows = q + token_of_row * q_token + head_of_row * q_head
-    query = tl.load(q_rows[:, None] + dims[None, :], mask=inside, other=0.0)
-    if UPCAST:
-        query = query.to(tl.float32)
+    position = position_0 + rows // GROUP
+    token = q_start.to(tl.int64) + rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    query = load_query(
+        q + token * q_token + head * q_head, rows < num_rows, UPCAST, HEAD_DIM, BLOCK_D
+    )
+    table = block_table + seq.to(tl.int64) * table_row
     k += kv_head * k_head
     v += kv_head * v_head
-
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    TILE_IN_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
-    full_lo = hi
-    full_hi = hi
     if INTERIOR:
         # Tiles that every row sees whole need no mask; those on either side of them do.
-        full_lo = tl.minimum(tl.maximum(tl.cdiv(full_begin, BLOCK_N), lo), hi)
-        full_hi = tl.minimum(tl.maximum((lowest + 1) // BLOCK_N, full_lo), hi)
         for tile in range(full_lo, full_hi):
             acc, peak, total = fold_tile(
                 (acc, peak, total), query, tile, table, begin, end, position, window,
                 k, v, k_page, k_slot, v_page, v_slot, log2_scale,
-                False, WINDOWED, UPCAST, TILE_IN_PAGE, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+                False, WINDOWED, UPCAST, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
             )  # fmt: skip
     num_leading = full_lo - lo
     for edge in range(0, num_leading + hi - full_hi):
@@ -206,16 +206,35 @@ def attend_pages(
         acc, peak, total = fold_tile(
             (acc, peak, total), query, tile, table, begin, end, position, window,
             k, v, k_page, k_slot, v_page, v_slot, log2_scale,
-            True, WINDOWED, UPCAST, TILE_IN_PAGE, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
+            True, WINDOWED, UPCAST, PAGE_SIZE, HEAD_DIM, BLOCK_N, BLOCK_D,
         )  # fmt: skip
 
+    store_rows(
+        (acc, peak, total), out, partial, partial_lse,
+        token * (GROUP * tl.num_programs(1)) + head, rows < num_rows, num_splits,
+        SPLIT, HEAD_DIM, BLOCK_D,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_rows(
+    state, out, partial, partial_lse, row_id, row_exists, num_splits,
+    SPLIT: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Write finished rows to ``out`` ``[T_q, H_q, D]``, or under ``SPLIT`` one share of them.
+
+    ``partial`` float32 ``[T_q, H_q, num_splits, D]`` takes the result of the share, and
+    ``partial_lse`` float32 ``[T_q, H_q, num_splits]`` the logarithm of its weight.
+    """
+    acc, peak, total = state
+    dims = tl.arange(0, BLOCK_D)
+    inside = row_exists[:, None] & (dims < HEAD_DIM)[None, :]
     seen = total != 0.0  # also true for NaN, which must not be hidden
     result = acc / tl.where(seen, total, 1.0)[:, None]
-    row_id = token_of_row * (GROUP * tl.num_programs(1)) + head_of_row
     if SPLIT:
         part_id = row_id * num_splits + tl.program_id(2)
         lse = tl.where(seen, peak + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
-        tl.store(partial_lse + part_id, lse, mask=rows < num_rows)
+        tl.store(partial_lse + part_id, lse, mask=row_exists)
         part = partial + part_id[:, None] * HEAD_DIM + dims[None, :]
         tl.store(part, result, mask=inside & seen[:, None])
     else:
@@ -225,15 +244,9 @@ def attend_pages(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def combine_splits(
-    out,
-    partial,
-    partial_lse,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+    out, partial, partial_lse, num_splits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MAX_SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
     """Weigh the results of the splits of one row by their share of the softmax.
 
     Grid: (query tokens × query heads). Splits without keys have the weight −inf and an
