@@ -159,6 +159,9 @@ class Allocator(ABC):
     def truncate(self, seq: Seq, tokens: int) -> None:
         """Keep the first ``tokens`` tokens.
 
+        After a sliding window the *next* token still sees all that it may; the last one kept
+        may not, so compute it again only from a longer cut.
+
         Raises
         ------
         ValueError
@@ -251,7 +254,11 @@ class KVCache(Allocator):
 
     @abstractmethod
     def close(self) -> None:
-        """Return all memory. Closing twice is harmless; any other use afterwards raises."""
+        """Return all memory. Closing twice is harmless; any other verb afterwards raises.
+
+        A mapped cache refuses (``DriverError``) while tensors from ``view`` are alive, since
+        they would look at memory that is gone: drop them first.
+        """
 
     def __enter__(self) -> Self:
         return self

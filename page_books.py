@@ -107,9 +107,10 @@ class PageBooks(Allocator):
 
     # ------------------------------------------------------------------ counting
 
-    def _add_warm(self, num_pages: int) -> None:
-        self._num_warm += num_pages
-        self.pool.num_spare += num_pages
+    @property
+    def num_spare(self) -> int:
+        """Pages that nobody holds but that are kept: they come back when the pool is dry."""
+        return self._num_warm + self.prefix_index.num_cached
 
     def _pages_for(self, tokens: Ints, g: int) -> Ints:
         """``⌈tokens · token_bytes / page_bytes⌉``: pages per column of a group."""
@@ -207,5 +208,4 @@ class PageBooks(Allocator):
         """Return up to that many spare pages to the pool, the least valuable first."""
         evicted = self.prefix_index.evict(num_pages)
         self._scrub(evicted)
-        self.pool.num_spare -= len(evicted)
         self.pool.put(evicted)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .contract import OutOfMemory, Seq
+from .contract import Seq
 from .geometry import KVGeometry
 from .page_books import PageGroup
 from .page_placing import PagePlacing
-from .pages import PagePool
-from .sequences import Rows, check_fits, count
+from .pages import PageIds, PagePool
+from .sequences import Rows, check_fits, count, require_batch
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class PageMoves(PagePlacing):
         return self._seqs.row(seq)
 
     def _rows_of(self, seqs: Sequence[Seq]) -> Rows:
+        require_batch(seqs)
         if self._away:
             for seq in seqs:
                 self._row_of(seq)
@@ -107,21 +109,37 @@ class PageMoves(PagePlacing):
         if tokens == length:
             return
         own = [self._own_from(row, g, tokens) for g in range(len(self.groups))]
-        copies = [self._is_shared(row, g, begin, tokens) for g, begin in enumerate(own)]
-        self._require_copies(row, own, copies, tokens)
+        ends = [self._end_of(g, tokens) for g in range(len(self.groups))]
+        shared = [g for g, at in enumerate(own) if self._is_shared(row, g, at, ends[g])]
+        self._require_free(sum((ends[g] - own[g]) * self.groups[g].columns for g in shared))
         self._version += 1
-        kept = {
-            g: self._read(row, g, begin, self._end_of(g, tokens))
-            for g, begin in enumerate(own)
-            if copies[g]
-        }
-        begins = (at if copies[g] else self._end_of(g, tokens) for g, at in enumerate(own))
-        self._retire_tails(row, dict(enumerate(begins)))
-        self._place(np.array([row]), np.array([tokens]))
-        for g, contents in kept.items():
-            self._write_back(row, g, own[g], self._end_of(g, tokens), contents)
+        with ExitStack() as undo:
+            old = [self._make_own(row, g, own[g], ends[g], undo) for g in shared]
+            undo.pop_all()
+        for pages in old:
+            self._num_used += len(pages)
+            self._give_up(pages)
+        self._retire_tails(row, dict(enumerate(ends)))
+        self._set_held(np.array([row]), [np.array([end]) for end in ends])
         self._num_tokens -= length - tokens
         self._length[row] = tokens
+
+    def _make_own(self, row: int, g: int, begin: int, end: int, undo: ExitStack) -> PageIds:
+        """Put copies in the place of shared pages; returns those, which are held still."""
+        at = np.array([row]), g, np.array([begin]), np.array([end])
+        columns = self._columns[g]
+        old = self._table.of_row(row, columns, begin, end)
+        contents = self._read(row, g, begin, end)
+        fresh = self._take(len(old))
+        undo.callback(self._put_back, fresh)
+        self._detach(*at)
+        undo.callback(self._attach, *at)
+        self._table.fill(at[0], columns, at[2], at[3], fresh)
+        undo.callback(self._table.fill, at[0], columns, at[2], at[3], old)
+        self._attach(*at)
+        undo.callback(self._detach, *at)
+        self._write_back(row, g, begin, end, contents)
+        return old
 
     def _end_of(self, g: int, tokens: int) -> int:
         return int(self._pages_for(np.array([tokens]), g)[0])
@@ -136,22 +154,10 @@ class PageMoves(PagePlacing):
                     f"the first {first}; keep at least {first + group.window - 1}"
                 )
 
-    def _is_shared(self, row: int, g: int, begin: int, tokens: int) -> bool:
+    def _is_shared(self, row: int, g: int, begin: int, end: int) -> bool:
         """Whether pages that will be written again have other readers, now or later."""
-        pages = self._table.of_row(row, self._columns[g], begin, self._end_of(g, tokens))
+        pages = self._table.of_row(row, self._columns[g], begin, end)
         return bool((self.pool.refs(pages) > 1).any()) or self.prefix_index.holds(pages)
-
-    def _require_copies(self, row: int, own: list[int], copies: list[bool], tokens: int) -> None:
-        """Refuse a cut whose copies would not find pages, counting those that it frees."""
-        needed = freed = 0
-        for g, begin in enumerate(own):
-            end = self._end_of(g, tokens)
-            needed += (end - begin) * self.groups[g].columns * copies[g]
-            start = begin if copies[g] else end
-            tail = self._table.of_row(row, self._columns[g], start, int(self._held[g][row]))
-            freed += int((self.pool.refs(tail) == 1).sum())
-        if needed > (free := self.pool.num_free + self.pool.num_spare + freed):
-            raise OutOfMemory(needed, free, free, unit="pages")
 
     def offload(self, seq: Seq) -> None:
         """Move a sequence to host memory; its pages become free."""
@@ -175,9 +181,10 @@ class PageMoves(PagePlacing):
             raise ValueError(f"sequence {seq!r} is not offloaded")
         away = self._away[seq]
         roomy = away.length + count("headroom", headroom)
-        check_fits(roomy, self.capacity, self.limit)
         gone = sum(g * group.columns for g, group in zip(away.gone, self.groups, strict=True))
-        self._require_free(self._num_pages_for(roomy) - gone)
+        needed = self._num_pages_for(roomy) - gone
+        check_fits(roomy, roomy if needed <= self.pool.num_pages else self.capacity, self.limit)
+        self._require_free(needed)
         row = self._empty_place() if gone else self._choose_row(away.length)
         self._make_row(row)
         if gone:

@@ -53,7 +53,7 @@ class PagePlacing(PageBooks):
             warm = ready[rows] > begins
             cold, at = rows[~warm], begins[~warm]
             pool.revive(self._table.pages[rows[warm], 0, begins[warm]])
-            self._add_warm(len(cold) - len(rows))
+            self._num_warm += len(cold) - len(rows)
         held[rows] = begins + 1
         if len(cold):
             self._table.fill_next(cold, 0, at, self._take(len(cold)))
@@ -81,7 +81,7 @@ class PagePlacing(PageBooks):
             warm_end = np.minimum(end, np.maximum(self._ready[g][rows], begin))
             pages = self._table.of_rows(rows, self._columns[g], begin, warm_end)
             self.pool.revive(pages)
-            self._add_warm(-len(pages))
+            self._num_warm -= len(pages)
             self._held[g][rows] = warm_end
             reach.append(warm_end)
         return reach
@@ -91,7 +91,7 @@ class PagePlacing(PageBooks):
         for g, (begin, warm_end) in enumerate(zip(begins, warm_ends, strict=True)):
             pages = self._table.of_rows(rows, self._columns[g], begin, warm_end)
             self.pool.drop(pages)
-            self._add_warm(len(pages))
+            self._num_warm += len(pages)
             self._held[g][rows] = begin
 
     def _add_fresh(self, rows: Rows, begins: list[Ints], ends: list[Ints]) -> None:
@@ -123,8 +123,7 @@ class PagePlacing(PageBooks):
         self._num_used -= len(dead)
         self._num_shared -= len(pages) - len(dead)
         if self.prefix_index.num_entries:
-            dead, num_kept = self.prefix_index.retire(dead)
-            self.pool.num_spare += num_kept
+            dead = self.prefix_index.retire(dead)
         self._scrub(dead)
         self.pool.put(dead)
 
@@ -134,7 +133,6 @@ class PagePlacing(PageBooks):
         num_idle = int(idle.sum())
         if num_idle:
             self.prefix_index.claim(pages[idle])
-            self.pool.num_spare -= num_idle
         self.pool.share(pages)
         self._num_used += num_idle
         self._num_shared += len(pages) - num_idle
@@ -182,7 +180,7 @@ class PagePlacing(PageBooks):
             self._held[g][row] = self._ready[g][row] = begin
             self._give_up(pages)
             self.pool.put(warm)
-            self._add_warm(-len(warm))
+            self._num_warm -= len(warm)
 
     def _detach_tails(self, row: int, begins: dict[int, int]) -> None:
         with ExitStack() as undo:

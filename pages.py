@@ -23,15 +23,13 @@ class PagePool:
     Order of reuse: last freed, first taken; never used pages in ascending order. Of the pages
     freed in one call, the first of the list is taken first.
 
-    Several allocators may draw on one pool; each takes from what the others left.
+    Several allocators may draw on one pool; each takes from what the others left. One that is
+    dropped before it released its sequences takes their pages along.
 
     Attributes
     ----------
     num_free : int
         Pages in the free list.
-    num_spare : int
-        Pages that nobody holds but that somebody keeps (warm rows, prefix index); they come
-        back by ``reclaim`` and count as free.
     lock : threading.RLock
         Taken by caches that change the books from two threads.
     """
@@ -47,7 +45,6 @@ class PagePool:
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._place = np.zeros(num_pages, np.int32)
         self.num_free = num_pages
-        self.num_spare = 0
         self.lock = RLock()
         self._members: list[weakref.ref[PageBooks]] = []
 
@@ -59,6 +56,11 @@ class PagePool:
         """The allocators that draw on this pool, in the order in which they joined."""
         found = [ref() for ref in self._members]
         return [member for member in found if member is not None]
+
+    @property
+    def num_spare(self) -> int:
+        """Pages that nobody holds but that a member keeps: warm rows, prefix index."""
+        return sum(member.num_spare for member in self.members())
 
     def take(self, num_pages: int) -> PageIds:
         """Take free pages, each with one reference."""
@@ -137,7 +139,5 @@ class PagePool:
         members = self.members()
         held = sum((member._count_refs() for member in members), np.zeros(self.num_pages, np.int64))
         assert np.array_equal(self._refs, held), "reference counts differ from the holders' books"
-        spare = sum(member._num_warm + member.prefix_index.num_cached for member in members)
-        assert spare == self.num_spare, "spare pages differ"
         used = int((held > 0).sum())
         assert self.num_free + self.num_spare + used == self.num_pages, "a page is lost"

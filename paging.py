@@ -81,10 +81,13 @@ class PageAllocator(PageMoves):
         """Place a prompt; see ``Allocator.admit``. Reserves nothing beyond its pages."""
         tokens = count("tokens", tokens)
         roomy = tokens + count("headroom", headroom)
+        for name, value in (("max_new", max_new), ("expected_new", expected_new)):
+            if value is not None:
+                count(name, value)
         self._require_new(seq)
         check_fits(roomy, self._capacity, self.limit)
         if prefix:
-            return self._admit_sharing(seq, tokens, roomy, prefix, salt)
+            return self._admit_sharing(seq, tokens, roomy, max_new or 0, prefix, salt)
         self._require_free(self._num_pages_for(roomy))
         row = self._choose_row(tokens, max_new or 0)
         self._make_row(row)
@@ -93,7 +96,13 @@ class PageAllocator(PageMoves):
         return 0
 
     def _admit_sharing(
-        self, seq: Seq, tokens: int, roomy: int, prefix: Prefix, salt: int | str | bytes | None
+        self,
+        seq: Seq,
+        tokens: int,
+        roomy: int,
+        max_new: int,
+        prefix: Prefix,
+        salt: int | str | bytes | None,
     ) -> int:
         """Share the full units that are in memory, place the rest, enter the new ones."""
         index = self.prefix_index
@@ -106,7 +115,11 @@ class PageAllocator(PageMoves):
         num_idle = sum(index.num_idle(pages) for of_group in hits for pages in of_group)
         needed = self._num_pages_for(roomy) - num_shared
         self._require_free(needed + num_idle)
-        row = self._empty_place()
+        if num_hits:
+            row = self._empty_place()
+        else:
+            row = self._choose_row(tokens, max_new)
+            self._make_row(row)
         try:
             for g, of_group in enumerate(hits):
                 for pages in of_group:
@@ -152,25 +165,30 @@ class PageAllocator(PageMoves):
     ) -> dict[Seq, OutOfMemory]:
         """Serve a batch that does not fit as a whole, one crossing after the other."""
         refused: dict[Seq, OutOfMemory] = {}
-        crossing = (lengths > self._covered[rows]).nonzero()[0].tolist()
+        within = lengths <= self._covered[rows]
         end = len(rows)
-        for i in crossing:
+        self._version += 1
+        for i in np.flatnonzero(~within).tolist():
+            row = rows[i : i + 1]
             try:
-                self._place(rows[i : i + 1], lengths[i : i + 1])
+                self._place(row, lengths[i : i + 1])
             except OutOfMemory as refusal:
                 refused[seqs[i]] = refusal
                 if stop:
                     end = i
                     break
-        served = (lengths[:end] <= self._covered[rows[:end]]).nonzero()[0]
-        self._version += 1
-        rows, lengths = rows[served], lengths[served]
-        tokens = lengths - self._length[rows]
-        self._length[rows] = lengths
-        self._num_tokens += int(tokens.sum())
-        if len(tokens):
-            self._leave_behind(rows, int(tokens[0]))
+                continue
+            self._book(row, lengths[i : i + 1])
+        self._book(rows[:end][within[:end]], lengths[:end][within[:end]])
         return refused
+
+    def _book(self, rows: Rows, lengths: Ints) -> None:
+        """Set the lengths of rows whose pages are in place; all grow by the same."""
+        grown = lengths - self._length[rows]
+        self._length[rows] = lengths
+        self._num_tokens += int(grown.sum())
+        if len(rows):
+            self._leave_behind(rows, int(grown[0]))
 
     def release(self, seq: Seq) -> None:
         """Forget a sequence; pages that nobody else holds become free."""

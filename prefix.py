@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .contract import Prefix
 from .pages import PageIds
@@ -67,8 +66,9 @@ def unit_keys(
 def _encoded(key: int | str | bytes) -> bytes:
     if isinstance(key, bool) or not isinstance(key, int | str | bytes | np.integer):
         raise TypeError(f"keys of runs and salts are ints, strings or bytes, not {key!r}")
+    kind = b"s" if isinstance(key, str) else b"b" if isinstance(key, bytes) else b"i"
     text = key if isinstance(key, bytes) else str(key).encode()
-    return b"%s%d:%s" % (type(key).__name__[0].encode(), len(text), text)
+    return b"%s%d:%s" % (kind, len(text), text)
 
 
 class PrefixIndex:
@@ -117,23 +117,12 @@ class PrefixIndex:
         self._entries[key, g] = entry
         self._entry_of.update(dict.fromkeys(pages.tolist(), entry))
 
-    def forget(self, pages: PageIds) -> None:
-        """Take the units of pages out: their holder is about to change them."""
-        for page in pages.tolist():
-            entry = self._entry_of.get(page)
-            if entry is not None:
-                self._remove(entry)
-
     def holds(self, pages: PageIds) -> bool:
         """Whether any of the pages is in the index."""
         return any(page in self._entry_of for page in pages.tolist())
 
-    def mask(self, pages: PageIds) -> NDArray[np.bool_]:
-        """Which of the pages are in the index."""
-        return np.array([page in self._entry_of for page in pages.tolist()], np.bool_)
-
-    def retire(self, pages: PageIds) -> tuple[PageIds, int]:
-        """Keep those of the pages that are in the index; returns the others, and how many stay.
+    def retire(self, pages: PageIds) -> PageIds:
+        """Keep those of the pages that are in the index; returns the others.
 
         The pages have lost their last holder. Units are always given up whole. Later units go
         first when memory is short: they are useless without those before them.
@@ -148,9 +137,8 @@ class PrefixIndex:
                 entries[entry.key] = entry
         for key in reversed(entries):
             self._idle[key] = entries[key]
-        kept = len(pages) - len(others)
-        self.num_cached += kept
-        return np.array(others, np.int32), kept
+        self.num_cached += len(pages) - len(others)
+        return np.array(others, np.int32)
 
     def claim(self, pages: PageIds) -> None:
         """Protect the units of pages from eviction: somebody holds them again."""

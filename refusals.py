@@ -11,7 +11,8 @@ class OutOfMemory(Exception):
     needed, free, largest_free : int
         What would be taken, what is free, and the largest free interval, in ``unit``.
     unit : str
-        ``"tokens"`` (contiguous) or ``"pages"`` (paged, vmm).
+        ``"tokens"`` (contiguous), ``"pages"`` (paged, vmm) or ``"rows"`` (a mapped cache that
+        has addresses for no further sequence).
     blocked : bool
         Growth in place met an occupied neighbour (relocation is not allowed).
     """

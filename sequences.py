@@ -82,6 +82,7 @@ class SequenceTable:
 
     def rows(self, seqs: Sequence[Seq]) -> Rows:
         """Rows of distinct live sequences. A batch that asks again is answered from memory."""
+        require_batch(seqs)
         if type(seqs) is list and seqs == self._last_seqs:
             return self._last_rows
         row_of = self._row_of
@@ -98,6 +99,12 @@ class SequenceTable:
         """Refuse a name that a live sequence has."""
         if seq in self._row_of:
             raise ValueError(f"sequence {seq!r} is live already; release it or use another name")
+
+
+def require_batch(seqs: object) -> None:
+    """Refuse what cannot be read twice in the same order: generators, sets, views of dicts."""
+    if type(seqs) is not list and not isinstance(seqs, Sequence | np.ndarray):
+        raise TypeError(f"a batch is a list of sequences, not {type(seqs).__name__}")
 
 
 def unknown(seq: Seq) -> KeyError:

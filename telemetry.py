@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -43,15 +42,6 @@ class Clock:
         start = perf_counter_ns()
         try:
             return call(*args, **kwargs)
-        finally:
-            self.add(name, start, perf_counter_ns() - start)
-
-    @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Book the time of a ``with`` block."""
-        start = perf_counter_ns()
-        try:
-            yield
         finally:
             self.add(name, start, perf_counter_ns() - start)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..contract import Seq
 from ..geometry import KVGeometry
-from ..sequences import Rows, check_fits, count
+from ..sequences import Rows, check_fits, count, require_batch
 from .books import ArenaBooks
 
 
@@ -41,6 +41,7 @@ class ArenaMoves(ArenaBooks):
         return self._table.row(seq)
 
     def _rows_of(self, seqs: Sequence[Seq]) -> Rows:
+        require_batch(seqs)
         if self._away:
             for seq in seqs:
                 self._row_of(seq)

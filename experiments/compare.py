@@ -27,6 +27,7 @@ Progress = Callable[[str, int], None]
 Report = Callable[[int], None]
 ALLOCATE = ("admit", "grow", "release", "offload", "restore")
 MAX_REQUESTS_WITH_OWNERS = 200
+RUN_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,11 @@ def compare(trace: Trace, settings: Settings, progress: Progress | None = None) 
 
 def _check_backends(settings: Settings) -> None:
     """A backend that cannot be made is told before the first one has run for a minute."""
+    if settings.run and settings.geometry.dtype not in RUN_DTYPES:
+        raise BadInput(
+            f"no attention kernel here reads {settings.geometry.dtype}: run with --dtype one of "
+            f"{', '.join(RUN_DTYPES)}, or use --account"
+        )
     memory = settings.geometry, settings.memory_bytes
     for spec in settings.specs:
         if settings.run:

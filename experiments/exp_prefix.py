@@ -65,6 +65,9 @@ class Lengths:
         self.unshared_tokens = self.live_tokens = 0
         self._allocator = allocator
 
+    def begin_step(self) -> None:
+        """Only decode steps count."""
+
     def prefill(self, request: int, tokens: int, cached: int) -> None:
         """Nothing is computed here."""
 

@@ -152,9 +152,9 @@ class Scheduler:
         tokens = int(self._prompt[request]) + produced
         queued = self._on_full == "queue" or request in self._produced
         headroom = int(queued and self._on_failure != "drop" and remaining > 0)
-        self.counts.allocations += 1
         try:
             self._check_limit(tokens + remaining)
+            self.counts.allocations += 1
             if request in self._swapped:
                 self.allocator.restore(request, headroom=headroom)
                 cached = tokens
@@ -196,6 +196,7 @@ class Scheduler:
         self.counts.rejected += request not in self._produced
         if request in self._swapped:
             self._swapped.remove(request)
+            self.counts.allocations += 1
             self.allocator.release(request)
 
     def _check_limit(self, tokens: int) -> None:
@@ -257,7 +258,9 @@ class Scheduler:
         self.counts.fragmentation_failures += refusal.fragmented
         request = self.active[i]
         self.refusals.append((request, refusal))
-        hopeless = self.allocator.length(request) + 1 > self.allocator.capacity
+        hopeless = not self._windowed and (
+            self.allocator.length(request) + 1 > self.allocator.capacity
+        )
         if hopeless or self._on_failure == "drop":
             self._leave(i)
             self.counts.never_fit += hopeless and self._on_failure != "drop"

@@ -95,8 +95,8 @@ class PagedKVCache(PagedAllocator, KVCache):
         pages, offsets = slots[column]
         check_tensors(self.geometry, layer, k, v, len(pages), self.device)
         place = self._places[layer]
-        self._k[place][pages, offsets] = k
-        self._v[place][pages, offsets] = v
+        self._k[place][pages, offsets] = k.detach()
+        self._v[place][pages, offsets] = v.detach()
 
     def _slots_of(self, seqs: Sequence[Seq], lens: Sequence[int] | None, column: int) -> Slots:
         rows = self._rows_of(seqs)

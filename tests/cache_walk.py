@@ -88,6 +88,8 @@ class Walk:
     def grow(self) -> None:
         seqs = self.random.sample(sorted(self.tokens), self.random.randint(1, len(self.tokens)))
         n = self.random.choice([1, 1, 1, 2, 17])
+        limit = self.cache.limit or self.cache.capacity
+        seqs = [seq for seq in seqs if self.cache.length(seq) + n <= limit]
         before = {seq: self.cache.length(seq) for seq in seqs}
         refused = self.cache.grow(seqs, n)
         assert all(isinstance(reason, OutOfMemory) for reason in refused.values())

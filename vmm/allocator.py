@@ -118,7 +118,7 @@ class VmmAllocator(PageAllocator):
             self._scrub_warm(row, g, begins[g], int(self._held[g][row]))
             self.pool.drop(pages)
             self._num_used -= len(pages)
-            self._add_warm(len(pages))
+            self._num_warm += len(pages)
             self._held[g][row] = begins[g]
 
     def _scrub_warm(self, row: int, g: int, begin: int, end: int) -> None:
@@ -126,12 +126,13 @@ class VmmAllocator(PageAllocator):
 
     def rows_near_boundary(self, distance: int, depth: int) -> list[int]:
         """Live rows that cross a page within ``distance`` tokens and have too few ready."""
-        near = self._covered - self._length <= distance
-        lacking = np.zeros(len(near), np.bool_)
-        for held, ready in zip(self._held, self._ready, strict=True):
-            lacking |= ready - held < depth
-        rows = np.flatnonzero(near & lacking & (self._covered > 0))
-        return [int(row) for row in rows]
+        with self.pool.lock:
+            near = self._covered - self._length <= distance
+            lacking = np.zeros(len(near), np.bool_)
+            for held, ready in zip(self._held, self._ready, strict=True):
+                lacking |= ready - held < depth
+            rows = np.flatnonzero(near & lacking & (self._covered > 0))
+            return [int(row) for row in rows]
 
     def map_ahead(self, row: int, distance: int, depth: int) -> int:
         """Put up to ``depth`` further pages per buffer under a live row, as warm ones.
@@ -166,7 +167,7 @@ class VmmAllocator(PageAllocator):
             raise
         self.pool.drop(pages)
         self._ready[g][row] = end
-        self._add_warm(num)
+        self._num_warm += num
         return num
 
     def reclaim(self) -> int:
@@ -204,7 +205,7 @@ class VmmAllocator(PageAllocator):
             pages = self._table.of_row(row, columns, begin, ready)
             self._detach(np.array([row]), g, np.array([begin]), np.array([ready]))
             self._ready[g][row] = begin
-            self._add_warm(-len(pages))
+            self._num_warm -= len(pages)
             self.pool.put(pages)
 
     def _table_bytes(self) -> int:

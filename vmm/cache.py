@@ -122,7 +122,11 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
 
     def _make_rows(self, max_rows: int | None) -> None:
         """Reserve the addresses of all rows."""
-        tokens = self.capacity if self.limit is None else min(self.limit, self.capacity)
+        if self.limit is None and any(group.window for group in self.groups):
+            self.limit = self.capacity  # windows let a sequence outgrow the memory, not its row
+        tokens = self.capacity if self.limit is None else self.limit
+        if not any(group.window for group in self.groups):
+            tokens = min(tokens, self.capacity)
         plan = plan_rows(self.geometry, self.buffers, self.page_bytes, tokens)
         if max_rows is None:
             paged = 2 * self.pool.num_pages // self.num_columns + 8
@@ -149,8 +153,8 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
             targets[row_tokens] = self._targets_of(seqs, lens, row_tokens)
         index = targets[row_tokens]
         check_tensors(self.geometry, layer, k, v, len(index), self.device)
-        self._space.k[layer][index] = k
-        self._space.v[layer][index] = v
+        self._space.k[layer][index] = k.detach()
+        self._space.v[layer][index] = v.detach()
 
     def _targets_of(
         self, seqs: Sequence[Seq], lens: Sequence[int] | None, row_tokens: int
@@ -243,8 +247,9 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
 
     def reclaim(self) -> int:
         """Unmap all warm pages, empty the prefix index, return free memory to the system."""
-        num = super().reclaim()
-        self.physical.trim()
+        with self.pool.lock:  # the mapper must not take a page whose memory is going
+            num = super().reclaim()
+            self.physical.trim()
         return num
 
     def close(self) -> None:

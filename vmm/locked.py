@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..contract import OutOfMemory, Prefix, Seq
+from ..contract import OutOfMemory, Prefix, Seq, Usage
 from .allocator import VmmAllocator
 from .mapper import Mapper
 
@@ -79,6 +79,11 @@ class LockedVmmAllocator(VmmAllocator):
         """See ``VmmAllocator.reclaim``."""
         with self.pool.lock:
             return super().reclaim()
+
+    def usage(self) -> Usage:
+        """See ``Allocator.usage``."""
+        with self.pool.lock:
+            return super().usage()
 
     def check_invariants(self) -> None:
         """See ``Allocator.check_invariants``."""

@@ -12,9 +12,6 @@ import threading
 import weakref
 from typing import TYPE_CHECKING
 
-from ..contract import OutOfMemory
-from .driver import DriverError
-
 if TYPE_CHECKING:
     from .cache import VmmKVCache
 
@@ -45,21 +42,24 @@ class Mapper:
         self.num_pages = 0
         self.num_failures = 0
         self._cache = weakref.ref(cache, lambda _: self._stop())
-        self._wanted = threading.Event()
-        self._idle = threading.Event()
-        self._idle.set()
+        self._state = threading.Condition()
+        self._num_asked = 0
+        self._num_answered = 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvalloc-mapper", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
         """Look for work; returns at once."""
-        self._idle.clear()
-        self._wanted.set()
+        with self._state:
+            self._num_asked += 1
+            self._state.notify_all()
 
     def wait(self) -> None:
         """Return when everything asked for so far has been mapped, or has failed."""
-        self._idle.wait()
+        with self._state:
+            asked = self._num_asked
+            self._state.wait_for(lambda: self._closed or self._num_answered >= asked)
 
     def close(self) -> None:
         """Finish the page in hand and end the thread."""
@@ -68,31 +68,32 @@ class Mapper:
             self._thread.join()
 
     def _stop(self) -> None:
-        self._closed = True
-        self._wanted.set()
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
 
     def _run(self) -> None:
-        try:
-            while True:
-                self._wanted.wait()
-                self._wanted.clear()
+        while True:
+            with self._state:
+                self._state.wait_for(lambda: self._closed or self._num_asked > self._num_answered)
                 if self._closed:
                     return
-                self._map_some()
-                if not self._wanted.is_set():
-                    self._idle.set()
-        finally:
-            self._idle.set()
+                asked = self._num_asked
+            self._map_some()
+            with self._state:
+                self._num_answered = asked
+                self._state.notify_all()
 
     def _map_some(self) -> None:
         """One row at a time under the lock, so that the caller never waits for more than that."""
         cache = self._cache()
-        rows = [] if cache is None else cache.rows_near_boundary(self.distance, self.depth)
-        for row in rows:
-            if self._closed or cache is None:
+        if cache is None:
+            return
+        for row in cache.rows_near_boundary(self.distance, self.depth):
+            if self._closed:
                 return
             try:
                 self.num_pages += cache.map_ahead(row, self.distance, self.depth)
-            except (OutOfMemory, DriverError) as error:
+            except Exception as error:  # the caller meets it in `grow`, if it lasts
                 self.num_failures += 1
                 log.debug("mapping ahead of row %d failed: %s", row, error)
