@@ -8,6 +8,9 @@
 # mypy: disallow-untyped-decorators=False
 # pyright: reportArgumentType=false
 
+# Type checkers read what a jitted function returns as nothing: it never runs as Python.
+# pyright: reportGeneralTypeIssues=false
+
 from __future__ import annotations
 
 import triton
