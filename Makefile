@@ -12,15 +12,16 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvalloc-ready
+OLD := .venv-transformers-old
 # Workers share the cores with numba's and torch's own threads: more than four gain nothing.
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup compare test check lint types format clean distclean
+.PHONY: help setup compare test test-transformers-old check lint types format clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## Make the environment (.venv, pinned by constraints.txt)
 
@@ -29,6 +30,14 @@ compare: $(STAMP) ## Replay a small trace on every backend; results in out/
 
 test: $(STAMP) ## Run the tests
 	$(PYTEST) $(ARGS)
+
+test-transformers-old: ## Test kvalloc.hf with the oldest transformers (an environment of its own)
+	@$(OLD)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(OLD)
+	@grep -vE '^(transformers|huggingface_hub)==' constraints.txt >$(OLD)/constraints.txt
+	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(OLD)/constraints.txt --editable . \
+	  'transformers==5.17.0' 'huggingface_hub==1.33.0' hypothesis pytest pytest-randomly pytest-xdist
+	$(OLD)/bin/pytest -n auto --maxprocesses 4 --dist worksteal tests/test_hf_*.py $(ARGS)
 
 check: lint types ## Everything CI asks for: format, lint, types, tests
 	$(PYTEST)
@@ -51,7 +60,7 @@ clean: ## Remove caches and builds (results in out/ stay)
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the environment as well
-	rm -rf $(VENV) .path
+	rm -rf $(VENV) $(OLD) .path
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
