@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from ..geometry import KVGeometry
 from .compare import Settings, compare
@@ -253,8 +254,9 @@ def _show(result: dict[str, Any], out: Path) -> None:
 
     console = Console()
     for notice in result["trace"]["notices"]:
-        console.print(f"[dim]{notice}[/dim]")
+        console.print(Text(notice, style="dim"))
     emit_json(result, str(out / "compare.json"))
-    figures = draw(result, out, notify=lambda text: console.print(f"[dim]{text}[/dim]"))
+    figures = draw(result, out, notify=lambda text: console.print(Text(text, style="dim")))
     console.print(compare_table(result))
-    console.print(f"Written to {out}/: compare.json, " + ", ".join(path.name for path in figures))
+    names = ", ".join(["compare.json", *(path.name for path in figures)])
+    console.print(Text(f"Written to {out}/: {names}"))

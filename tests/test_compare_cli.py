@@ -118,6 +118,15 @@ def test_unknown_options_and_values_exit_with_2(option: str, tmp_path: Path) -> 
     assert not os.listdir(tmp_path)
 
 
+def test_names_are_text_and_not_markup(tmp_path: Path) -> None:
+    (tmp_path / "a[b].csv").write_text(HEADER + "0,4,1\n")
+    options = ("a[b].csv", *ACCOUNT.split(), "-b", "paged:4", "--out", "out[/dim]")
+    code, out, err = kvalloc("compare", *options, folder=tmp_path)
+    assert (code, err) == (0, "")
+    assert "a[b].csv" in out and "Written to out[/dim]/" in out
+    assert (tmp_path / "out[/dim]" / "compare.json").is_file()
+
+
 def test_no_gpu_is_told(tmp_path: Path) -> None:
     import torch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvalloc.contract import Allocator
+from kvalloc.experiments.built_in_traces import hole
 from kvalloc.experiments.recorder import in_tokens
 from kvalloc.experiments.replay import MAX_OWNER_ENTRIES, Result, owners_json, replay
-from kvalloc.experiments.scheduler import OnFailure, OnFull
+from kvalloc.experiments.scheduler import OnFailure, OnFull, Scheduler
 from kvalloc.experiments.specs import parse_spec, token_geometry
 from kvalloc.experiments.trace import Trace
 from kvalloc.models import geometry
@@ -33,6 +35,13 @@ def trace(*rows: Row) -> Trace:
 
 def slots(spec: str, num_slots: int, limit: int | None = None) -> Allocator:
     return parse_spec(spec, slots=True).allocator(*token_geometry(num_slots), limit=limit)
+
+
+def replayed(
+    rows: Sequence[Row], spec: str, num_slots: int, on_full: OnFull, on_failure: OnFailure
+) -> Result:
+    allocator = slots(spec, num_slots)
+    return replay(trace(*rows), allocator, on_full=on_full, on_failure=on_failure)
 
 
 def figures(result: Result, token_bytes: int = 1) -> dict[str, Any]:
@@ -60,10 +69,7 @@ def figures(result: Result, token_bytes: int = 1) -> dict[str, Any]:
 
 
 class Audited:
-    """An engine that writes nothing down but looks at the books before every batch.
-
-    ``told`` is for ``progress``, which every 64th step calls: a livelock fails and does not hang.
-    """
+    """An engine that looks at the books; ``told``, every 64 steps, makes a livelock fail."""
 
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
@@ -138,17 +144,28 @@ def test_mapped_pages_count_like_paged_ones(
     rows: list[Row], capacity: int, page: int, on_full: OnFull, on_failure: OnFailure
 ) -> None:
     """``vmm:P`` equals ``paged:P`` in every accounting figure, warm pages and all."""
-    paged, mapped = (
-        replay(
-            trace(*rows),
-            slots(f"{kind}:{page}", capacity),
-            on_full=on_full,
-            on_failure=on_failure,
-        )
-        for kind in ("paged", "vmm")
-    )
+    paged = replayed(rows, f"paged:{page}", capacity, on_full, on_failure)
+    mapped = replayed(rows, f"vmm:{page}", capacity, on_full, on_failure)
     assert figures(paged) == figures(mapped)
     assert paged.counts == mapped.counts, "calls of the allocator too"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=rows,
+    capacity=st.integers(16, 60),
+    spec=st.sampled_from(["contiguous:max", "contiguous:exact:buddy", "paged:4", "vmm:3"]),
+    on_full=st.sampled_from(FULL),
+)
+def test_swapping_counts_like_computing_again(
+    rows: list[Row], capacity: int, spec: str, on_full: OnFull
+) -> None:
+    """What waits in host memory takes no room here, and returns to as much as it left."""
+    again = replayed(rows, spec, capacity, on_full, "recompute")
+    swapped = replayed(rows, spec, capacity, on_full, "swap")
+    assert figures(again) == figures(swapped)
+    assert swapped.counts.recomputed_tokens == again.counts.swapped_tokens == 0
+    assert swapped.counts.swapped_tokens == again.counts.recomputed_tokens
 
 
 @settings(deadline=None, max_examples=30)
@@ -219,8 +236,7 @@ def test_a_preempted_request_returns_with_what_it_produced() -> None:
 
 def test_a_release_lets_the_next_one_grow_in_the_same_step() -> None:
     def failures(spec: str, num_slots: int, *rows: Row) -> int:
-        result = replay(trace(*rows), slots(spec, num_slots), on_full="reject", on_failure="drop")
-        return result.counts.growth_failures
+        return replayed(rows, spec, num_slots, "reject", "drop").counts.growth_failures
 
     # Three pages of two; the one with three tokens ends with its fourth and frees two.
     assert failures("paged:2", 6, (0, 3, 1, 1), (0, 2, 3, 3)) == 0
@@ -247,9 +263,6 @@ def test_beyond_the_models_limit_never_fits_and_the_queue_moves_on(spec: str) ->
 
 def test_the_hole_refuses_with_both_numbers_in_the_error() -> None:
     """32 slots are free, the largest interval has 16, and 20 are needed."""
-    from kvalloc.experiments.built_in_traces import hole
-    from kvalloc.experiments.scheduler import Scheduler
-
     requests = hole()
     scheduler = Scheduler(
         slots("contiguous:max", 80), requests.prompt, requests.output, requests.max_new
