@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
 from . import (
+    bench_allocators,
+    bench_attention,
     bench_driver,
     compare_command,
     gpu_check_command,
     plot_command,
+    run_command,
     size_command,
+    sweep_command,
     trace_command,
 )
 
@@ -30,7 +32,7 @@ app = typer.Typer(
 bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    help="Time one part alone: an attention kernel, the memory driver.",
+    help="Time one part alone: the books, an attention kernel, the memory driver.",
 )
 
 
@@ -54,8 +56,9 @@ def _overview(
     """Three memory backends for a KV cache behind one interface.
 
     [bold]compare[/bold] replays a trace of requests on contiguous, paged and virtual-memory
-    mapped caches, side by side; [bold]bench[/bold] times one part alone; [bold]size[/bold] and
-    [bold]trace[/bold] answer questions about models and request traces.
+    mapped caches, side by side; [bold]run[/bold] answers one question with an experiment
+    ([bold]list[/bold] names them), [bold]sweep[/bold] a grid of them; [bold]bench[/bold] times
+    one part alone; [bold]size[/bold] and [bold]trace[/bold] tell about models and traces.
 
     [bold]Start here:[/bold]
 
@@ -68,9 +71,17 @@ def _overview(
 
 
 # Each module offers `register(app)`, and imports torch only inside the commands that need it.
-for module in (compare_command, gpu_check_command, plot_command, size_command, trace_command):
-    module.register(app)
-bench_driver.register(bench)
-if find_spec(f"{__package__}.bench_attention"):
-    import_module(".bench_attention", __package__).register(bench)
+COMMANDS = (
+    compare_command,
+    run_command,
+    sweep_command,
+    plot_command,
+    size_command,
+    trace_command,
+    gpu_check_command,
+)
+for command in COMMANDS:
+    command.register(app)
+for module in (bench_allocators, bench_attention, bench_driver):
+    module.register(bench)
 app.add_typer(bench)
