@@ -9,6 +9,7 @@ import typer
 from . import (
     bench_allocators,
     bench_attention,
+    bench_cache,
     bench_driver,
     compare_command,
     gpu_check_command,
@@ -32,7 +33,7 @@ app = typer.Typer(
 bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    help="Time one part alone: the books, an attention kernel, the memory driver.",
+    help="Time one part alone: the books, an attention kernel, a model's cache, the memory driver.",
 )
 
 
@@ -82,6 +83,6 @@ COMMANDS = (
 )
 for command in COMMANDS:
     command.register(app)
-for module in (bench_allocators, bench_attention, bench_driver):
+for module in (bench_allocators, bench_attention, bench_cache, bench_driver):
     module.register(bench)
 app.add_typer(bench)
