@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -130,6 +131,7 @@ def _check(config: Config) -> None:
 def plot(rows: list[Row], out: Path) -> list[Path]:
     """Draw update time, decode time and resident memory over the context."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     from . import style
 
@@ -161,6 +163,9 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
             axes.set_yscale("log")
             ticks = sorted({row["context"] for row in rows})
             axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30)
+            if key != "update_us":
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(style.thousands())
             axes.minorticks_off()
             axes.set_xlabel("tokens stored")
             axes.set_ylabel(label)
@@ -217,7 +222,7 @@ def cache_command(
     document = {
         "schema": 1,
         "experiment": "bench_cache",
-        "environment": environment(),
+        "environment": _environment(),
         "settings": asdict(config),
         "rows": rows,
     }
@@ -228,6 +233,12 @@ def cache_command(
     paths = plot(rows, out)
     show(terminal_table(COLUMNS, rows, "Caches of a transformers model"))
     print(f"Written to {out}/: bench_cache.json, " + ", ".join(path.name for path in paths))
+
+
+def _environment() -> Row:
+    found = environment()
+    found["versions"]["transformers"] = version("transformers")
+    return found
 
 
 def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:
