@@ -11,6 +11,7 @@ from . import (
     bench_attention,
     bench_cache,
     bench_driver,
+    bench_mapped,
     compare_command,
     gpu_check_command,
     plot_command,
@@ -83,6 +84,6 @@ COMMANDS = (
 )
 for command in COMMANDS:
     command.register(app)
-for module in (bench_allocators, bench_attention, bench_cache, bench_driver):
+for module in (bench_allocators, bench_attention, bench_cache, bench_driver, bench_mapped):
     module.register(bench)
 app.add_typer(bench)

@@ -1,0 +1,144 @@
+"""``kvalloc bench mapped``: does dense attention notice that its memory is mapped page by page?
+
+The same stock kernel reads the same numbers with the same strides, once through a mapped cache's
+view and once from an ordinary tensor; the two take turns, and the order within a turn alternates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..contract import Seq
+from ..geometry import KVGeometry
+from .environment import environment
+from .output import emit_json
+from .row_tables import Column, Columns, show, terminal_table
+
+if TYPE_CHECKING:
+    from ..vmm import VmmKVCache
+
+Row = dict[str, Any]
+COLUMNS: Columns = (
+    Column("layout", "layout"),
+    Column("batch", "batch"),
+    Column("context", "context"),
+    Column("plain ms", "plain_ms"),
+    Column("mapped ms", "mapped_ms"),
+    Column("mapped / plain", "ratio"),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Shapes (batch, context), turns, and pages of the mapped cache."""
+
+    shapes: tuple[tuple[int, int], ...] = ((8, 4_096), (2, 16_384))
+    layouts: tuple[str, ...] = ("token-major", "head-major")
+    turns: int = 41
+    page_bytes: int = 2 << 20
+    kv_heads: int = 8
+    head_dim: int = 128
+    q_heads: int = 32
+
+
+CONFIG = Config()
+QUICK = Config(shapes=((2, 64),), turns=3, page_bytes=64 << 10, kv_heads=2, head_dim=16, q_heads=4)
+
+
+def register(bench: typer.Typer) -> None:
+    """Add the ``mapped`` bench."""
+    bench.command("mapped")(mapped_command)
+
+
+def run(config: Config) -> list[Row]:
+    """One row per layout and shape."""
+    return [
+        _measure(config, layout, batch, context)
+        for layout in config.layouts
+        for batch, context in config.shapes
+    ]
+
+
+def _measure(config: Config, layout: str, batch: int, context: int) -> Row:
+    from ..vmm import VmmKVCache
+
+    geometry = KVGeometry.uniform(
+        "bench",
+        layers=1,
+        q_heads=config.q_heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        dtype="float32",
+        max_context=context,
+    )
+    buffers = 2 * config.kv_heads if layout == "head-major" else 2
+    per_buffer = -(-context * geometry.bytes_per_token // buffers // config.page_bytes)
+    memory = batch * buffers * per_buffer * config.page_bytes
+    with VmmKVCache(geometry, memory, config.page_bytes, layout=layout) as cache:
+        mapped, plain = _take_turns(config, cache, batch, context)
+    return {
+        "layout": layout,
+        "batch": batch,
+        "context": context,
+        "plain_ms": 1e3 * median(plain),
+        "mapped_ms": 1e3 * median(mapped),
+        "ratio": median(m / p for m, p in zip(mapped, plain, strict=True)),
+    }
+
+
+def _take_turns(
+    config: Config, cache: VmmKVCache, batch: int, context: int
+) -> tuple[list[float], list[float]]:
+    """Seconds per call, mapped and plain. All views end with this function."""
+    import torch
+
+    from ..contract import DenseView
+    from ..kernels.attention import attend
+
+    seqs: list[Seq] = list(range(batch))
+    for seq in seqs:
+        cache.admit(seq, context)
+        kv = torch.randn(2, context, config.kv_heads, config.head_dim)
+        cache.write(0, [seq], kv[0], kv[1], lens=[context])
+    view = cache.view(0, seqs)
+    num_rows = int(view.starts.max()) + context
+    copies = []
+    for tensor in (view.k, view.v):
+        copy = torch.empty_strided((num_rows, *tensor.shape[1:]), tensor.stride())
+        for start in view.starts.tolist():
+            copy[start : start + context] = tensor[start : start + context]
+        copies.append(copy)
+    other = DenseView(copies[0], copies[1], view.starts, view.lengths)
+    q = torch.randn(batch, config.q_heads, config.head_dim)
+    assert torch.equal(attend(q, view), attend(q, other)), "the two differ"
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for turn in range(config.turns):
+        for mapped in (True, False) if turn % 2 else (False, True):
+            begin = perf_counter()
+            attend(q, view if mapped else other)
+            times[mapped].append(perf_counter() - begin)
+    return times[True], times[False]
+
+
+def mapped_command(
+    out: Annotated[Path | None, typer.Option(help="Folder for bench_mapped.json.")] = None,
+    json: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="JSON to a file, or only to -.")
+    ] = None,
+) -> None:
+    """Time dense attention over mapped pages beside an ordinary tensor of equal strides."""
+    rows = run(CONFIG)
+    result = {"schema": 1, "bench": "mapped", "environment": environment(), "rows": rows}
+    if out is not None:
+        emit_json(result, str(out / "bench_mapped.json"))
+    if json is not None:
+        emit_json(result, json)
+    if json != "-":
+        title = "Dense attention over mapped pages, beside an ordinary tensor"
+        show(terminal_table(COLUMNS, rows, title))
