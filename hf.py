@@ -96,6 +96,12 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
         self.reset()
         self._rows.close()
 
+    def __deepcopy__(self, _: object) -> Self:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied: crop back to a common prompt, or let rows "
+            "share it with batch_repeat_interleave"
+        )
+
     def _length(self) -> int:
         return max((layer.length for layer in self._storing), default=0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -212,6 +213,12 @@ def test_models_that_are_refused(kind: type[RowsCache]) -> None:
         make.from_config(CONFIG, max_length=0)
     with pytest.raises(RuntimeError, match="run the model"):
         make.from_config(CONFIG, max_length=8).usage()
+
+
+def test_a_copy_is_refused() -> None:
+    """The same memory behind two caches would be worse than an error."""
+    with pytest.raises(TypeError, match="batch_repeat_interleave"):
+        copy.deepcopy(VmmCache.from_config(CONFIG, max_length=8))
 
 
 def test_early_initialization() -> None:
