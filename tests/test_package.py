@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,9 @@ def test_every_module_imports_and_its_examples_are_true() -> None:
         for file in MODULES
         if file.name != "__main__.py"
     ]
+    if find_spec("transformers") is None:  # an extra
+        needs = ("kvalloc.hf", "kvalloc.experiments.cache_rounds")
+        names = [name for name in names if not name.startswith(needs)]
     script = (
         "import doctest, importlib, sys\n"
         "total = failed = 0\n"
