@@ -120,14 +120,14 @@ def _environ(kind: str) -> dict[str, str]:
             )
     if kind == "conformance":
         try:
-            library = import_module(CONFORMANCE)
+            conformance = import_module(CONFORMANCE)
         except ModuleNotFoundError as error:
             raise BadInput(
                 "--dry needs the conformance library, which is in the source tree: run it there"
             ) from error
         try:
-            environ["LD_LIBRARY_PATH"] = library.library_path(library.compiled())
-        except library.CannotBuild as error:
+            environ["LD_LIBRARY_PATH"] = conformance.library_path(conformance.compiled())
+        except conformance.CannotBuild as error:
             raise BadInput(str(error)) from error
         environ |= {"KVALLOC_FAKE_GRANULARITY": "65536"}
     return environ
