@@ -8,7 +8,7 @@ import numpy as np
 
 from ..contract import NeverFits, OutOfMemory, Prefix, Seq
 from ..geometry import KVGeometry
-from ..prefix import unit_keys
+from ..pages.prefix import unit_keys
 from ..sequences import Ints, Rows, check_fits, count
 from .moves import ArenaMoves
 from .placement import PLACEMENTS

@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from ..hf import ContiguousCache, PagedCache, VmmCache
-from ..hf_paged import ATTENTION
+from ..hf.paged import ATTENTION
 
 NUM_LAYERS = 2
 WARM_UP = 3

@@ -10,8 +10,8 @@ import math
 
 from ..contract import Seq
 from ..geometry import KVGeometry
-from ..pages import PagePool
-from ..paging import PageAllocator, PageGroup
+from ..pages.allocator import PageAllocator, PageGroup
+from ..pages.pool import PagePool
 from ..sequences import count
 
 

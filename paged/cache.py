@@ -9,7 +9,7 @@ import torch
 
 from ..contract import KVCache, PagedView, Seq
 from ..geometry import KVGeometry
-from ..pages import PageIds
+from ..pages.pool import PageIds
 from ..tensors import (
     BatchMemo,
     check_layer,

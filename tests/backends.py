@@ -11,7 +11,7 @@ from kvalloc.contiguous import ContiguousAllocator
 from kvalloc.contract import Allocator, Prefix
 from kvalloc.geometry import SLOTS
 from kvalloc.paged import PagedAllocator
-from kvalloc.paging import PageAllocator
+from kvalloc.pages.allocator import PageAllocator
 from kvalloc.vmm import VmmAllocator
 
 Make = Callable[[int], Allocator]

@@ -15,7 +15,8 @@ from transformers import DynamicCache, LlamaConfig, Qwen3NextConfig, T5Config
 from transformers.cache_utils import DynamicLayer
 
 from kvalloc.contract import NeverFits, OutOfMemory
-from kvalloc.hf import ContiguousCache, PagedCache, RowsCache, VmmCache
+from kvalloc.hf import ContiguousCache, PagedCache, VmmCache
+from kvalloc.hf.caches import RowsCache
 from kvalloc.tests.hf_models import MAX_LENGTH, every_cache, one_thread
 from kvalloc.tests.hf_updates import CONFIG, DIM, HEADS, require_same, sliding, tokens, update
 

@@ -11,8 +11,9 @@ pytest.importorskip("transformers", reason="the extra [transformers] is missing"
 
 from transformers import DynamicCache
 
-from kvalloc import hf_backends, hf_paged
 from kvalloc.hf import PagedCache, VmmCache
+from kvalloc.hf import backends as hf_backends
+from kvalloc.hf import paged as hf_paged
 from kvalloc.tests.hf_models import CACHE, MAX_LENGTH, generate, model_of, one_thread, prompts
 from kvalloc.tests.hf_updates import CONFIG, tokens
 

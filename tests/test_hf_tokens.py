@@ -68,7 +68,7 @@ def test_tokens_read_from_pages(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(*_: object) -> None:
         raise AssertionError("pages were gathered")
 
-    monkeypatch.setattr("kvalloc.hf_paged.gather", refuse)
+    monkeypatch.setattr("kvalloc.hf.paged.gather", refuse)
     model = model_of(name, "kvalloc_paged")
     inputs = prompts(4, 30)
     for mode in ("greedy", "beam", "sampling"):

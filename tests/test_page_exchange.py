@@ -10,9 +10,9 @@ import torch
 
 from kvalloc.contract import KVCache
 from kvalloc.geometry import KVGeometry, LayerShape
-from kvalloc.page_exchange import exchange
-from kvalloc.page_moves import PageMoves
 from kvalloc.paged import PagedKVCache
+from kvalloc.pages.exchange import exchange
+from kvalloc.pages.moves import PageMoves
 from kvalloc.tests.cache_walk import stored
 from kvalloc.vmm import VmmKVCache
 from kvalloc.vmm.driver import DriverError

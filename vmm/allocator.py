@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from ..geometry import KVGeometry
-from ..pages import PagePool
-from ..paging import PageAllocator, PageGroup
+from ..pages.allocator import PageAllocator, PageGroup
+from ..pages.pool import PagePool
 from ..sequences import count
 from .buffers import LAYOUTS, buffers_of
 

@@ -13,7 +13,7 @@ import torch
 
 from ..contract import DenseView, KVCache, OutOfMemory, Seq
 from ..geometry import KVGeometry
-from ..pages import PageIds
+from ..pages.pool import PageIds
 from ..sequences import Ints, Rows, count
 from ..tensors import (
     BatchMemo,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..pages import PageIds, PagePool
+from ..pages.pool import PageIds, PagePool
 from ..sequences import count
 from .driver import Driver
 

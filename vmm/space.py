@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from ..geometry import KVGeometry
-from ..pages import PageIds
+from ..pages.pool import PageIds
 from ..tensors import torch_dtype
 from .dlpack import Views
 from .driver import DriverError

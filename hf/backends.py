@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from .contiguous import ContiguousKVCache
-from .contract import DenseView, PagedView
-from .geometry import KVGeometry
-from .hf_rows import Rows
-from .page_exchange import exchange
-from .page_moves import PageMoves
-from .paged import PagedKVCache
-from .sequences import Rows as RowIds
-from .tensors import default_layout
-from .vmm import VmmKVCache
-from .vmm.buffers import buffers_of
+from ..contiguous import ContiguousKVCache
+from ..contract import DenseView, PagedView
+from ..geometry import KVGeometry
+from ..paged import PagedKVCache
+from ..pages.exchange import exchange
+from ..pages.moves import PageMoves
+from ..sequences import Rows as RowIds
+from ..tensors import default_layout
+from ..vmm import VmmKVCache
+from ..vmm.buffers import buffers_of
+from .rows import Rows
 
 HOST_PAGE_BYTES = 64 << 10
 DEVICE_PAGE_BYTES = 2 << 20

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .contract import Seq
-from .page_moves import PageMoves
-from .pages import PageIds
+from ..contract import Seq
+from .moves import PageMoves
+from .pool import PageIds
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from .page_books import PageBooks
-from .pages import PageIds
-from .sequences import Ints, Rows
+from ..sequences import Ints, Rows
+from .books import PageBooks
+from .pool import PageIds
 
 
 class PagePlacing(PageBooks):

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from .contract import Allocator, OutOfMemory, Seq
-from .geometry import KVGeometry
-from .page_table import PageTable
-from .pages import PageIds, PagePool
+from ..contract import Allocator, OutOfMemory, Seq
+from ..geometry import KVGeometry
+from ..sequences import Ints, Rows, SequenceTable, resized
+from .pool import PageIds, PagePool
 from .prefix import PrefixIndex
-from .sequences import Ints, Rows, SequenceTable, resized
+from .table import PageTable
 
 
 @dataclass(frozen=True)

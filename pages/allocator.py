@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .contract import NeverFits, OutOfMemory, Prefix, Seq, Usage
-from .geometry import KVGeometry
-from .page_books import PageGroup
-from .page_moves import PageMoves
-from .pages import PagePool
+from ..contract import NeverFits, OutOfMemory, Prefix, Seq, Usage
+from ..geometry import KVGeometry
+from ..sequences import Ints, Rows, check_fits, count
+from .books import PageGroup
+from .moves import PageMoves
+from .pool import PagePool
 from .prefix import unit_keys
-from .sequences import Ints, Rows, check_fits, count
 
 __all__ = ["PageAllocator", "PageGroup"]
 

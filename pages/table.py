@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .pages import PageIds
-from .sequences import Ints, Rows, resized
+from ..sequences import Ints, Rows, resized
+from .pool import PageIds
 
 Columns = NDArray[np.intp]
 

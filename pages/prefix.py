@@ -15,9 +15,9 @@ from hashlib import blake2b
 
 import numpy as np
 
-from .contract import Prefix
-from .pages import PageIds
-from .sequences import Ints, count
+from ..contract import Prefix
+from ..sequences import Ints, count
+from .pool import PageIds
 
 
 @dataclass(frozen=True, slots=True, eq=False)

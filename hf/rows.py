@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from .contract import KVCache, NeverFits, OutOfMemory
-from .geometry import KVGeometry, LayerShape, canonical_dtype
-from .sequences import count
+from ..contract import KVCache, NeverFits, OutOfMemory
+from ..geometry import KVGeometry, LayerShape, canonical_dtype
+from ..sequences import count
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

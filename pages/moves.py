@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from .contract import Seq
-from .geometry import KVGeometry
-from .page_books import PageGroup
-from .page_placing import PagePlacing
-from .pages import PageIds, PagePool
-from .sequences import Rows, check_fits, count, require_batch
+from ..contract import Seq
+from ..geometry import KVGeometry
+from ..sequences import Rows, check_fits, count, require_batch
+from .books import PageGroup
+from .placing import PagePlacing
+from .pool import PageIds, PagePool
 
 
 @dataclass(frozen=True)

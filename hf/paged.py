@@ -12,10 +12,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .contract import PagedView
-from .hf_backends import PagedRows, Pair, gather
-from .hf_layers import Layer
-from .kernels.attention import attend
+from ..contract import PagedView
+from ..kernels.attention import attend
+from .backends import PagedRows, Pair, gather
+from .layers import Layer
 
 ATTENTION = "kvalloc_paged"
 """Name of the attention implementation: ``model.set_attn_implementation("kvalloc_paged")``."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from .sequences import Ints
+from ..sequences import Ints
 
 if TYPE_CHECKING:
-    from .page_books import PageBooks
+    from .books import PageBooks
 
 PageIds = NDArray[np.int32]
 

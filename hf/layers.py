@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .hf_backends import DenseRows, Pair
-from .hf_rows import Rows
+from .backends import DenseRows, Pair
+from .rows import Rows
 
 
 class Layer(CacheLayerMixin):  # type: ignore[misc]

@@ -1,32 +1,19 @@
-"""Caches for Hugging Face transformers over the three backends: one changed line in a script.
-
-::
-
-    cache = VmmCache.from_config(model.config, max_length=32768)
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=100)
-
-Needs the extra ``kvalloc[transformers]``.
-"""
+"""The three transformers ``Cache`` classes, each over the rows of one kvalloc cache."""
 
 from __future__ import annotations
 
 from typing import Any, Self
 
-try:
-    import transformers.cache_utils as hf
-except ImportError as error:
-    raise ImportError(
-        "kvalloc.hf needs transformers: pip install 'kvalloc[transformers]'"
-    ) from error
 import torch
+import transformers.cache_utils as hf
 from transformers import PreTrainedConfig
 
-from .contract import Usage
-from .hf_backends import ContiguousRows, PagedRows, VmmRows
-from .hf_layers import DenseLayer, Layer
-from .hf_paged import ATTENTION, PagedLayer
-from .hf_rows import Rows
-from .hf_windows import cached_windows, layers_of
+from ..contract import Usage
+from .backends import ContiguousRows, PagedRows, VmmRows
+from .layers import DenseLayer, Layer
+from .paged import ATTENTION, PagedLayer
+from .rows import Rows
+from .windows import cached_windows, layers_of
 
 __all__ = ["ContiguousCache", "PagedCache", "VmmCache"]
 
