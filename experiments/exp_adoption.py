@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from ..geometry import SLOTS, KVGeometry
-from ..sequences import Ints, Rows
 from ..vmm.allocator import ADOPTION, VmmAllocator
 from .generators import generate
 from .registry import Report, Row
@@ -63,13 +62,12 @@ class CountingAllocator(VmmAllocator):
         self.num_calls = 0
         self.num_grown = 0
 
-    def _attach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
-        pages = int((ends - begins).sum())
-        self.num_calls += pages + int((ends > begins).sum())  # map each, allow each run
-        self.num_grown += pages
+    def _attach(self, row: int, g: int, begin: int, end: int) -> None:
+        self.num_calls += end - begin + 1  # map each page, allow the run
+        self.num_grown += end - begin
 
-    def _detach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
-        self.num_calls += int((ends > begins).sum())  # unmap each run
+    def _detach(self, row: int, g: int, begin: int, end: int) -> None:
+        self.num_calls += 1  # unmap the run
 
 
 def run(config: Config, report: Report) -> list[Row]:

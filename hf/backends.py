@@ -12,7 +12,6 @@ from ..geometry import KVGeometry
 from ..paged import PagedKVCache
 from ..pages.exchange import exchange
 from ..pages.moves import PageMoves
-from ..sequences import Rows as RowIds
 from ..tensors import default_layout
 from ..vmm import VmmKVCache
 from ..vmm.buffers import buffers_of
@@ -37,10 +36,10 @@ class _Rewindable(PageMoves):
 
     floor: int | None = None
 
-    def _leave_behind(self, rows: RowIds, tokens: int) -> None:
+    def _leave_behind(self, row: int, tokens: int) -> None:
         if self.floor is not None:
-            tokens = max(tokens, int(self._length[rows].max()) - self.floor)
-        super()._leave_behind(rows, tokens)
+            tokens = max(tokens, int(self._length[row]) - self.floor)
+        super()._leave_behind(row, tokens)
 
 
 class _VmmKVCache(_Rewindable, VmmKVCache):
@@ -83,7 +82,7 @@ class PageRows(Rows):
         kv, needed = self._pages, 0
         for row in range(self.num_rows):
             for g, group in enumerate(kv.groups):
-                begin, end = kv._own_from(row, g, length), kv._end_of(g, length)
+                begin, end = kv._own_from(row, g, length), kv._pages_for(length, g)
                 if end > begin and kv._is_shared(row, g, begin, length):
                     needed += (end - begin) * group.columns
         kv._require_free(needed)

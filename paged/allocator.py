@@ -77,7 +77,7 @@ class PagedAllocator(PageAllocator):
         for g, group in enumerate(self.groups):
             if layer in group.layers:
                 column, place = divmod(group.layers.index(layer), self.layers_per_page)
-                return g, int(self._columns[g][column]), place
+                return g, self._columns[g].start + column, place
         raise ValueError(f"layer {layer} does not exist")
 
     def _table_bytes(self) -> int:

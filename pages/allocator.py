@@ -8,7 +8,7 @@ import numpy as np
 
 from ..contract import NeverFits, OutOfMemory, Prefix, Seq, Usage
 from ..geometry import KVGeometry
-from ..sequences import Ints, Rows, check_fits, count
+from ..sequences import Rows, check_fits, count
 from .books import PageGroup
 from .moves import PageMoves
 from .pool import PagePool
@@ -91,7 +91,7 @@ class PageAllocator(PageMoves):
         self._require_free(self._num_pages_for(roomy))
         row = self._choose_row(tokens, max_new or 0)
         self._make_row(row)
-        self._place(np.array([row]), np.array([tokens]))
+        self._place(row, tokens)
         self._enter(seq, row, tokens)
         return 0
 
@@ -124,7 +124,7 @@ class PageAllocator(PageMoves):
             for g, of_group in enumerate(hits):
                 for pages in of_group:
                     self._share(row, g, int(self._held[g][row]), pages)
-            self._place(np.array([row]), np.array([tokens]))
+            self._place(row, tokens)
         except BaseException:
             self._clear_row(row)
             raise
@@ -147,48 +147,49 @@ class PageAllocator(PageMoves):
         lengths = self._length[rows] + tokens
         crossing = (lengths > self._covered[rows]).nonzero()[0]
         if crossing.size:
+            crossers, goals = rows[crossing], lengths[crossing]
             if self.limit is not None:
-                check_fits(int(lengths.max()), int(lengths.max()), self.limit)
+                longest = max(goals.tolist())
+                check_fits(longest, longest, self.limit)
             try:
-                self._place(rows[crossing], lengths[crossing])
+                self._place_all(crossers, goals)
             except OutOfMemory:
-                return self._grow_in_order(seqs, rows, lengths, stop_at_refusal)
+                return self._grow_in_order(seqs, rows, tokens, crossing, stop_at_refusal)
         self._version += 1
         self._length[rows] = lengths
         self._num_tokens += tokens * len(rows)
-        if crossing.size:
-            self._leave_behind(rows[crossing], tokens)
+        if self._windowed:
+            for row in rows[crossing].tolist():
+                self._leave_behind(row, tokens)
         return {}
 
     def _grow_in_order(
-        self, seqs: Sequence[Seq], rows: Rows, lengths: Ints, stop: bool
+        self, seqs: Sequence[Seq], rows: Rows, tokens: int, crossing: Rows, stop: bool
     ) -> dict[Seq, OutOfMemory]:
-        """Serve a batch that does not fit as a whole, one crossing after the other."""
+        """Serve the crossings of a batch one after the other, then those that need no page."""
         refused: dict[Seq, OutOfMemory] = {}
-        within = lengths <= self._covered[rows]
-        end = len(rows)
+        left = np.ones(len(rows), np.bool_)
         self._version += 1
-        for i in np.flatnonzero(~within).tolist():
-            row = rows[i : i + 1]
+        for i in crossing.tolist():
+            left[i] = False
+            row = rows.item(i)
+            length = self._length.item(row) + tokens
             try:
-                self._place(row, lengths[i : i + 1])
+                self._place(row, length)
             except OutOfMemory as refusal:
                 refused[seqs[i]] = refusal
                 if stop:
-                    end = i
+                    left[i:] = False
                     break
                 continue
-            self._book(row, lengths[i : i + 1])
-        self._book(rows[:end][within[:end]], lengths[:end][within[:end]])
+            self._length[row] = length
+            self._num_tokens += tokens
+            if self._windowed:
+                self._leave_behind(row, tokens)
+        rest = rows[left]
+        self._length[rest] += tokens
+        self._num_tokens += tokens * len(rest)
         return refused
-
-    def _book(self, rows: Rows, lengths: Ints) -> None:
-        """Set the lengths of rows whose pages are in place; all grow by the same."""
-        grown = lengths - self._length[rows]
-        self._length[rows] = lengths
-        self._num_tokens += int(grown.sum())
-        if len(rows):
-            self._leave_behind(rows, int(grown[0]))
 
     def release(self, seq: Seq) -> None:
         """Forget a sequence; pages that nobody else holds become free."""
@@ -207,8 +208,8 @@ class PageAllocator(PageMoves):
         """Physical byte intervals of the pages held, in token order, neighbours merged."""
         row = self._row_of(seq)
         spans: list[tuple[int, int]] = []
-        for g, columns in enumerate(self._columns):
-            by_column = self._row_pages(row, g).reshape(len(columns), -1)
+        for g, group in enumerate(self.groups):
+            by_column = self._row_pages(row, g).reshape(group.columns, -1)
             for page in by_column.T.ravel().tolist():
                 start, stop = page * self.page_bytes, (page + 1) * self.page_bytes
                 if spans and spans[-1][1] == start:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..contract import Allocator, OutOfMemory, Seq
 from ..geometry import KVGeometry
-from ..sequences import Ints, Rows, SequenceTable, resized
+from ..sequences import Ints, SequenceTable, resized
 from .pool import PageIds, PagePool
 from .prefix import PrefixIndex
 from .table import PageTable
@@ -78,7 +78,7 @@ class PageBooks(Allocator):
         self.num_columns = sum(group.columns for group in groups)
         ends = np.cumsum([group.columns for group in groups]).tolist()
         self._columns = [
-            np.arange(end - group.columns, end) for group, end in zip(groups, ends, strict=True)
+            slice(end - group.columns, end) for group, end in zip(groups, ends, strict=True)
         ]
         # Pages are shared and left behind in units that end with a whole token in every group,
         # so that no token of a shared page is ever rewritten.
@@ -86,8 +86,9 @@ class PageBooks(Allocator):
             *(math.lcm(group.token_bytes, page_bytes) // group.token_bytes for group in groups)
         )
         self._unit_bytes = [unit_tokens * group.token_bytes for group in groups]
-        # Tokens per page where there is one buffer and pages hold whole tokens, else None.
-        whole = self.num_columns == 1 and page_bytes % groups[0].token_bytes == 0
+        self._windowed = any(group.window is not None for group in groups)
+        # Tokens per page where all buffers fill alike and pages hold whole tokens, else None.
+        whole = len(groups) == 1 and page_bytes % groups[0].token_bytes == 0
         self._whole_tokens = page_bytes // groups[0].token_bytes if whole else None
         self._seqs = SequenceTable()
         self._length: Ints = np.zeros(0, np.int64)
@@ -112,21 +113,22 @@ class PageBooks(Allocator):
         """Pages that nobody holds but that are kept: they come back when the pool is dry."""
         return self._num_warm + self.prefix_index.num_cached
 
-    def _pages_for(self, tokens: Ints, g: int) -> Ints:
+    def _pages_for(self, tokens: int, g: int) -> int:
         """``⌈tokens · token_bytes / page_bytes⌉``: pages per column of a group."""
         return -(-tokens * self.groups[g].token_bytes // self.page_bytes)
 
     def _num_pages_for(self, tokens: int) -> int:
         """Pages over all columns for a sequence of ``tokens`` tokens."""
-        return sum(
-            -(-tokens * group.token_bytes // self.page_bytes) * group.columns
-            for group in self.groups
-        )
+        num = 0
+        for group in self.groups:
+            num += -(-tokens * group.token_bytes // self.page_bytes) * group.columns
+        return num
 
     def _require_free(self, num_pages: int) -> None:
-        free = self.pool.num_free + self.pool.num_spare
-        if num_pages > free:
-            raise OutOfMemory(num_pages, free, free, unit="pages")
+        if num_pages > self.pool.num_free:
+            free = self.pool.num_free + self.pool.num_spare
+            if num_pages > free:
+                raise OutOfMemory(num_pages, free, free, unit="pages")
 
     def _row_pages(self, row: int, g: int) -> PageIds:
         """Pages that a row holds in a group, column by column, in token order."""
@@ -155,14 +157,14 @@ class PageBooks(Allocator):
         warm: list[int] = []
         num_gone = 0
         for row in range(len(self._length)):
-            length = self._length[row : row + 1]
-            assert row in live or length[0] == 0, "an idle row has tokens"
-            assert length[0] <= self._covered[row] or row not in live, "a token has no page"
+            length = int(self._length[row])
+            assert row in live or length == 0, "an idle row has tokens"
+            assert length <= self._covered[row] or row not in live, "a token has no page"
             for g, group in enumerate(self.groups):
                 gone, held = int(self._gone[g][row]), int(self._held[g][row])
                 ready = int(self._ready[g][row])
                 assert 0 <= gone <= held <= ready, "page counts out of order"
-                assert held == self._pages_for(length, g)[0], "wrong number of pages held"
+                assert held == self._pages_for(length, g), "wrong number of pages held"
                 warm += self._table.of_row(row, self._columns[g], held, ready).tolist()
                 num_gone += gone * group.columns
         used = int((refs > 0).sum())
@@ -189,10 +191,10 @@ class PageBooks(Allocator):
         """The row that a new sequence gets: ``tokens`` now, up to ``max_new`` more later."""
         return self._seqs.next_row()
 
-    def _attach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
-        """Make table entries ``begins … ends − 1`` of each row usable; all or nothing."""
+    def _attach(self, row: int, g: int, begin: int, end: int) -> None:
+        """Make entries ``begin … end − 1`` of a row's table usable; all or nothing."""
 
-    def _detach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
+    def _detach(self, row: int, g: int, begin: int, end: int) -> None:
         """Undo ``_attach``."""
 
     def _scrub(self, pages: PageIds) -> None:

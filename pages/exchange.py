@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..contract import Seq
 from .moves import PageMoves
 from .pool import PageIds
@@ -90,8 +88,8 @@ def _changes(books: PageMoves, row: int, origin: int, g: int) -> list[_Change]:
     end = books._own_from(row, g, int(books._length[row]))
     if end <= begin:
         return []
-    old = books._table.of_row(row, columns, begin, end).reshape(len(columns), -1)
-    new = books._table.of_row(origin, columns, begin, end).reshape(len(columns), -1)
+    old = books._table.of_row(row, columns, begin, end).reshape(-1, end - begin)
+    new = books._table.of_row(origin, columns, begin, end).reshape(-1, end - begin)
     differing = (old != new).any(axis=0).nonzero()[0]
     if not differing.size:
         return []
@@ -121,7 +119,7 @@ def _share(books: PageMoves, changes: list[_Change], undo: ExitStack) -> None:
 def _replace(books: PageMoves, change: _Change, undo: ExitStack) -> None:
     """Put the new pages where the old ones are."""
     columns = books._columns[change.group]
-    row, begin, end = (np.array([n]) for n in (change.row, change.begin, change.end))
+    row, begin, end = change.row, change.begin, change.end
     books._detach(row, change.group, begin, end)
     undo.callback(books._attach, row, change.group, begin, end)
     books._table.fill(row, columns, begin, end, change.new)

@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..contract import Seq
 from ..geometry import KVGeometry
 from ..sequences import Rows, check_fits, count, require_batch
@@ -77,7 +75,7 @@ class PageMoves(PagePlacing):
                 if end > begin:
                     pages = self._table.of_row(source, self._columns[g], begin, end)
                     self._share(row, g, begin, pages)
-            self._place(np.array([row]), np.array([length]))
+            self._place(row, length)
             for g, begin in enumerate(own):
                 end = int(self._held[g][source])
                 if end > begin:
@@ -109,7 +107,7 @@ class PageMoves(PagePlacing):
         if tokens == length:
             return
         own = [self._own_from(row, g, tokens) for g in range(len(self.groups))]
-        ends = [self._end_of(g, tokens) for g in range(len(self.groups))]
+        ends = [self._pages_for(tokens, g) for g in range(len(self.groups))]
         shared = [g for g, at in enumerate(own) if self._is_shared(row, g, at, ends[g])]
         self._require_free(sum((ends[g] - own[g]) * self.groups[g].columns for g in shared))
         self._version += 1
@@ -120,29 +118,25 @@ class PageMoves(PagePlacing):
             self._num_used += len(pages)
             self._give_up(pages)
         self._retire_tails(row, dict(enumerate(ends)))
-        self._set_held(np.array([row]), [np.array([end]) for end in ends])
+        self._set_held(row, ends)
         self._num_tokens -= length - tokens
         self._length[row] = tokens
 
     def _make_own(self, row: int, g: int, begin: int, end: int, undo: ExitStack) -> PageIds:
         """Put copies in the place of shared pages; returns those, which are held still."""
-        at = np.array([row]), g, np.array([begin]), np.array([end])
-        columns = self._columns[g]
+        at, columns = (row, g, begin, end), self._columns[g]
         old = self._table.of_row(row, columns, begin, end)
         contents = self._read(row, g, begin, end)
         fresh = self._take(len(old))
         undo.callback(self._put_back, fresh)
         self._detach(*at)
         undo.callback(self._attach, *at)
-        self._table.fill(at[0], columns, at[2], at[3], fresh)
-        undo.callback(self._table.fill, at[0], columns, at[2], at[3], old)
+        self._table.fill(row, columns, begin, end, fresh)
+        undo.callback(self._table.fill, row, columns, begin, end, old)
         self._attach(*at)
         undo.callback(self._detach, *at)
         self._write_back(row, g, begin, end, contents)
         return old
-
-    def _end_of(self, g: int, tokens: int) -> int:
-        return int(self._pages_for(np.array([tokens]), g)[0])
 
     def _require_window(self, row: int, tokens: int) -> None:
         """Refuse a cut after which the next token could not see its whole window."""
@@ -190,7 +184,7 @@ class PageMoves(PagePlacing):
         if gone:
             self._set_gone(row, away.gone)
         try:
-            self._place(np.array([row]), np.array([away.length]))
+            self._place(row, away.length)
             for g, (begin, contents) in enumerate(zip(away.gone, away.contents, strict=True)):
                 end = int(self._held[g][row])
                 if end > begin:

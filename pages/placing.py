@@ -14,99 +14,136 @@ from .pool import PageIds
 class PagePlacing(PageBooks):
     """Moves pages between pool, rows and prefix index; every step is whole or undone."""
 
-    def _place(self, rows: Rows, lengths: Ints) -> None:
-        """Put pages for ``lengths`` tokens under ``rows``: under all of them, or under none."""
-        if not self.attaches and self._place_next(rows, lengths):
-            return
-        begins = [held[rows] for held in self._held]
-        ends = [np.maximum(self._pages_for(lengths, g), b) for g, b in enumerate(begins)]
-        needed = 0
-        for group, begin, end in zip(self.groups, begins, ends, strict=True):
-            needed += int((end - begin).sum()) * group.columns
+    def _place(self, row: int, tokens: int) -> None:
+        """Put pages for ``tokens`` tokens under a row: all of them, or none."""
+        needed = self._num_lacking(row, tokens)
         self._require_free(needed)
-        warm_ends = self._adopt(rows, begins, ends) if self._num_warm else begins
+        begins = [held.item(row) for held in self._held]
+        ends = [max(self._pages_for(tokens, g), begin) for g, begin in enumerate(begins)]
+        reach = self._adopt(row, begins, ends) if self._num_warm else begins
         try:
-            self._add_fresh(rows, warm_ends, ends)
+            self._add_fresh(row, reach, ends)
         except BaseException:
-            self._abandon(rows, begins, warm_ends)
+            self._abandon(row, begins, reach)
             raise
         self._num_used += needed
-        self._set_held(rows, ends)
+        self._set_held(row, ends)
+
+    def _num_lacking(self, row: int, tokens: int) -> int:
+        """Pages, over all columns, that a row needs beyond those it holds."""
+        num = 0
+        for g, group in enumerate(self.groups):
+            lacking = self._pages_for(tokens, g) - self._held[g].item(row)
+            num += max(lacking, 0) * group.columns
+        return num
+
+    def _place_all(self, rows: Rows, lengths: Ints) -> None:
+        """``_place`` for a batch: all rows get their pages, or none."""
+        if self._place_next(rows, lengths):
+            return
+        goals = list(zip(rows.tolist(), lengths.tolist(), strict=True))
+        self._require_free(sum(self._num_lacking(row, tokens) for row, tokens in goals))
+        placed: dict[int, list[int]] = {}
+        try:
+            for row, tokens in goals:
+                begins = [held.item(row) for held in self._held]
+                self._place(row, tokens)
+                placed[row] = begins
+        except BaseException:
+            for row, begins in placed.items():
+                self._retire_tails(row, dict(enumerate(begins)))
+                self._set_held(row, begins)
+            raise
 
     def _place_next(self, rows: Rows, lengths: Ints) -> bool:
-        """The common crossing in few steps: one more page per row, warm or fresh, no driver.
+        """One more page per buffer for each row, warm or fresh: the common step of a batch.
 
-        False if it is not that, or does not fit; nothing was changed then.
+        False if it is not that, does not fit, or a driver has a say; nothing was changed then.
         """
-        if self._whole_tokens is None:
+        if self._whole_tokens is None or self.attaches:
             return False
-        held, ready, pool = self._held[0], self._ready[0], self.pool
-        begins = held[rows]
-        covered = begins * self._whole_tokens
-        beyond = lengths - covered
-        if beyond.min() <= 0 or beyond.max() > self._whole_tokens:
+        begins = self._held[0][rows]
+        beyond = (lengths - begins * self._whole_tokens).tolist()
+        if min(beyond) <= 0 or max(beyond) > self._whole_tokens:
             return False
-        if len(rows) > pool.num_free + pool.num_spare:
+        num, pool = len(rows) * self.num_columns, self.pool
+        if num > pool.num_free and num > pool.num_free + pool.num_spare:
             return False
+        ends = begins + 1
         cold, at = rows, begins
         if self._num_warm:
-            warm = ready[rows] > begins
-            cold, at = rows[~warm], begins[~warm]
-            pool.revive(self._table.pages[rows[warm], 0, begins[warm]])
-            self._num_warm += len(cold) - len(rows)
-        held[rows] = begins + 1
+            is_warm = self._ready[0][rows] > begins
+            warm = is_warm.nonzero()[0]
+            if warm.size:
+                pool.revive(self._table.of_rows(rows[warm], begins[warm]))
+                self._num_warm -= len(warm) * self.num_columns
+                cold, at = rows[~is_warm], begins[~is_warm]
+        self._held[0][rows] = ends
         if len(cold):
-            self._table.fill_next(cold, 0, at, self._take(len(cold)))
-            ready[cold] = at + 1
-        covered += self._whole_tokens
+            pages = self._take(len(cold) * self.num_columns)
+            self._table.fill_rows(cold, at, max(at.tolist()) + 1, pages)
+            self._ready[0][cold] = at + 1
+        covered = ends * self._whole_tokens
         self._covered[rows] = covered if self.limit is None else np.minimum(covered, self.limit)
-        self._num_used += len(rows)
+        self._num_used += num
         return True
 
-    def _set_held(self, rows: Rows, ends: list[Ints]) -> None:
-        """Book page counts of ``rows`` and the tokens that they can take."""
-        covered: Ints | None = None
-        for g, (group, end) in enumerate(zip(self.groups, ends, strict=True)):
-            self._held[g][rows] = end
-            self._ready[g][rows] = np.maximum(end, self._ready[g][rows])
-            tokens = end * self.page_bytes // group.token_bytes
-            covered = tokens if covered is None else np.minimum(covered, tokens)
-        assert covered is not None
-        self._covered[rows] = covered if self.limit is None else np.minimum(covered, self.limit)
+    def _set_held(self, row: int, ends: list[int]) -> None:
+        """Book page counts of a row and the tokens that they can take."""
+        covered = self.limit
+        for g, end in enumerate(ends):
+            self._held[g][row] = end
+            if end > self._ready[g].item(row):
+                self._ready[g][row] = end
+            tokens = end * self.page_bytes // self.groups[g].token_bytes
+            covered = tokens if covered is None else min(covered, tokens)
+        assert covered is not None, "there is at least one group"
+        self._covered[row] = covered
 
-    def _adopt(self, rows: Rows, begins: list[Ints], ends: list[Ints]) -> list[Ints]:
+    def _adopt(self, row: int, begins: list[int], ends: list[int]) -> list[int]:
         """Use the warm pages that are in place already; returns how far they reach."""
         reach = []
         for g, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            warm_end = np.minimum(end, np.maximum(self._ready[g][rows], begin))
-            pages = self._table.of_rows(rows, self._columns[g], begin, warm_end)
-            self.pool.revive(pages)
-            self._num_warm -= len(pages)
-            self._held[g][rows] = warm_end
+            warm_end = min(end, max(self._ready[g].item(row), begin))
+            if warm_end > begin:
+                pages = self._table.of_row(row, self._columns[g], begin, warm_end)
+                self.pool.revive(pages)
+                self._num_warm -= len(pages)
+                self._held[g][row] = warm_end
             reach.append(warm_end)
         return reach
 
-    def _abandon(self, rows: Rows, begins: list[Ints], warm_ends: list[Ints]) -> None:
+    def _abandon(self, row: int, begins: list[int], reach: list[int]) -> None:
         """Undo ``_adopt``."""
-        for g, (begin, warm_end) in enumerate(zip(begins, warm_ends, strict=True)):
-            pages = self._table.of_rows(rows, self._columns[g], begin, warm_end)
+        for g, (begin, warm_end) in enumerate(zip(begins, reach, strict=True)):
+            pages = self._table.of_row(row, self._columns[g], begin, warm_end)
             self.pool.drop(pages)
             self._num_warm += len(pages)
-            self._held[g][rows] = begin
+            self._held[g][row] = begin
 
-    def _add_fresh(self, rows: Rows, begins: list[Ints], ends: list[Ints]) -> None:
+    def _add_fresh(self, row: int, begins: list[int], ends: list[int]) -> None:
         """Take pages from the pool and attach them; on failure nothing is taken."""
-        with ExitStack() as undo:
+        added: list[tuple[int, int, int, PageIds]] = []
+        try:
             for g, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-                num = int((end - begin).sum()) * self.groups[g].columns
-                if num == 0:
-                    continue
-                pages = self._take(num)
-                undo.callback(self._put_back, pages)
-                self._table.fill(rows, self._columns[g], begin, end, pages)
-                self._attach(rows, g, begin, end)
-                undo.callback(self._detach, rows, g, begin, end)
-            undo.pop_all()
+                if end > begin:
+                    added.append((g, begin, end, self._add(row, g, begin, end)))
+        except BaseException:
+            for g, begin, end, pages in reversed(added):
+                self._detach(row, g, begin, end)
+                self._put_back(pages)
+            raise
+
+    def _add(self, row: int, g: int, begin: int, end: int) -> PageIds:
+        """Take pages for one group and attach them, or leave them in the pool."""
+        pages = self._take((end - begin) * self.groups[g].columns)
+        try:
+            self._table.fill(row, self._columns[g], begin, end, pages)
+            self._attach(row, g, begin, end)
+        except BaseException:
+            self._put_back(pages)
+            raise
+        return pages
 
     def _take(self, num_pages: int) -> PageIds:
         """Pages from the pool, after taking back spare ones if it is dry."""
@@ -136,32 +173,30 @@ class PagePlacing(PageBooks):
         self.pool.share(pages)
         self._num_used += num_idle
         self._num_shared += len(pages) - num_idle
-        end = begin + len(pages) // len(self._columns[g])
-        at, first, last = np.array([row]), np.array([begin]), np.array([end])
-        self._table.fill(at, self._columns[g], first, last, pages)
+        end = begin + len(pages) // self.groups[g].columns
+        self._table.fill(row, self._columns[g], begin, end, pages)
         try:
-            self._attach(at, g, first, last)
+            self._attach(row, g, begin, end)
         except BaseException:
             self._give_up(pages)
             raise
         self._held[g][row] = self._ready[g][row] = end
 
-    def _leave_behind(self, rows: Rows, tokens: int) -> None:
+    def _leave_behind(self, row: int, tokens: int) -> None:
         """Give back pages that no query of the newest ``tokens`` tokens can see any more."""
         for g, group in enumerate(self.groups):
             if group.window is None:
                 continue
-            first = np.maximum(self._length[rows] - tokens + 1 - group.window, 0)
+            first = max(self._length.item(row) - tokens + 1 - group.window, 0)
             unit = self._unit_bytes[g]
-            ends = first * group.token_bytes // unit * unit // self.page_bytes
-            for row, end in zip(rows.tolist(), ends.tolist(), strict=True):
-                begin = int(self._gone[g][row])
-                if end > begin:
-                    pages = self._table.of_row(row, self._columns[g], begin, end)
-                    self._detach(np.array([row]), g, np.array([begin]), np.array([end]))
-                    self._gone[g][row] = end
-                    self._num_gone += len(pages)
-                    self._give_up(pages)
+            begin, end = self._gone[g].item(row), first * group.token_bytes // unit * unit
+            end //= self.page_bytes
+            if end > begin:
+                pages = self._table.of_row(row, self._columns[g], begin, end)
+                self._detach(row, g, begin, end)
+                self._gone[g][row] = end
+                self._num_gone += len(pages)
+                self._give_up(pages)
 
     def _drop_tails(self, row: int, begins: dict[int, int]) -> None:
         """Take the pages from ``begins[g]`` on out of a row, held and warm: in all groups or none.
@@ -187,9 +222,8 @@ class PagePlacing(PageBooks):
             for g, begin in begins.items():
                 ready = int(self._ready[g][row])
                 if ready > begin:
-                    span = np.array([row]), g, np.array([begin]), np.array([ready])
-                    self._detach(*span)
-                    undo.callback(self._attach, *span)
+                    self._detach(row, g, begin, ready)
+                    undo.callback(self._attach, row, g, begin, ready)
             undo.pop_all()
 
     def _retire_tails(self, row: int, begins: dict[int, int]) -> None:
@@ -199,8 +233,8 @@ class PagePlacing(PageBooks):
     def _clear_row(self, row: int) -> None:
         """Take every page out of a row, held and warm."""
         self._drop_tails(row, {g: int(gone[row]) for g, gone in enumerate(self._gone)})
-        for g, columns in enumerate(self._columns):
-            self._num_gone -= int(self._gone[g][row]) * len(columns)
+        for g, group in enumerate(self.groups):
+            self._num_gone -= int(self._gone[g][row]) * group.columns
             self._gone[g][row] = self._held[g][row] = self._ready[g][row] = 0
         self._covered[row] = 0
 

@@ -44,6 +44,8 @@ class PagePool:
         # A stack; its top is at the end, so that taking is a slice.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._place = np.zeros(num_pages, np.int32)
+        self._count = np.arange(num_pages, dtype=np.int32)
+        self._ones = np.ones(num_pages, np.int32)
         self.num_free = num_pages
         self.lock = RLock()
         self._members: list[weakref.ref[PageBooks]] = []
@@ -60,7 +62,12 @@ class PagePool:
     @property
     def num_spare(self) -> int:
         """Pages that nobody holds but that a member keeps: warm rows, prefix index."""
-        return sum(member.num_spare for member in self.members())
+        num = 0
+        for ref in self._members:
+            member = ref()
+            if member is not None:
+                num += member.num_spare
+        return num
 
     def take(self, num_pages: int) -> PageIds:
         """Take free pages, each with one reference."""
@@ -69,7 +76,7 @@ class PagePool:
         bottom = self.num_free - num_pages
         pages = self._free[bottom : self.num_free][::-1].copy()
         self.num_free = bottom
-        self._refs[pages] = 1
+        self._refs[pages] = self._ones[:num_pages]
         return pages
 
     def reclaim(self, num_pages: int, asker: PageBooks) -> None:
@@ -98,23 +105,26 @@ class PagePool:
         """
         if len(pages) > 1 and self._names_twice(pages):
             raise ValueError("a page is named twice in one release; nothing was changed")
-        refs: PageIds = self._refs[pages] - 1
-        if refs.size and refs.min() < 0:
+        refs: PageIds = self._refs[pages] - self._ones[: len(pages)]
+        held = refs.nonzero()[0]
+        if held.size and refs.min() < 0:
             raise ValueError("a page without references was released; nothing was changed")
         self._refs[pages] = refs
+        if not held.size:
+            return pages
         dead: PageIds = pages[refs == 0]
         return dead
 
     def _names_twice(self, pages: PageIds) -> bool:
         """Each page remembers its last place in the list; a page named twice knows only one."""
-        places = np.arange(len(pages), dtype=np.int32)
+        places = self._count[: len(pages)]
         self._place[pages] = places
-        return bool((self._place[pages] != places).any())
+        return bool((self._place[pages] != places).nonzero()[0].size)
 
     def revive(self, pages: PageIds) -> None:
         """Give one reference to pages that have none and are not free (warm ones)."""
-        assert not self._refs[pages].any(), "a page in use cannot be warm"
-        self._refs[pages] = 1
+        assert not self._refs[pages].nonzero()[0].size, "a page in use cannot be warm"
+        self._refs[pages] = self._ones[: len(pages)]
 
     def put(self, pages: PageIds) -> None:
         """Return pages without references to the free list."""

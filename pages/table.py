@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..sequences import Ints, Rows, resized
 from .pool import PageIds
-
-Columns = NDArray[np.intp]
 
 
 class PageTable:
@@ -32,40 +29,27 @@ class PageTable:
         self.pages = resized(self.pages, row + 1)
         self.stamp = resized(self.stamp, row + 1)
 
-    def of_row(self, row: int, columns: Columns, begin: int, end: int) -> PageIds:
-        """Entries ``begin … end − 1`` of a row, column by column."""
-        return self.pages[row, columns, begin:end].ravel()
+    def of_row(self, row: int, columns: slice, begin: int, end: int) -> PageIds:
+        """A copy of entries ``begin … end − 1`` of a row, column by column."""
+        return self.pages[row, columns, begin:end].flatten()
 
-    def of_rows(self, rows: Rows, columns: Columns, begins: Ints, ends: Ints) -> PageIds:
-        """Entries ``begins … ends − 1`` of each row: row by row, column by column."""
-        sizes = ends - begins
-        if len(rows) and sizes.min() == sizes.max() == 1:
-            return self.pages[rows[:, None], columns, begins[:, None]].ravel()
-        spans = zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True)
-        parts = [self.of_row(row, columns, begin, end) for row, begin, end in spans]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+    def fill(self, row: int, columns: slice, begin: int, end: int, pages: PageIds) -> None:
+        """Write the entries that ``of_row`` reads."""
+        self._widen(end)
+        self.clock += 1
+        self.stamp[row] = self.clock
+        self.pages[row, columns, begin:end] = pages.reshape(-1, end - begin)
 
-    def fill(self, rows: Rows, columns: Columns, begins: Ints, ends: Ints, pages: PageIds) -> None:
-        """Write the entries that ``of_rows`` reads."""
-        sizes = ends - begins
-        self._widen(int(ends.max()))
+    def of_rows(self, rows: Rows, ns: Ints) -> PageIds:
+        """A copy of all columns' ``n``-th entry of each row: row by row."""
+        return self.pages[rows, :, ns].ravel()
+
+    def fill_rows(self, rows: Rows, ns: Ints, width: int, pages: PageIds) -> None:
+        """Write the entries that ``of_rows`` reads; ``width`` is beyond every ``n``."""
+        self._widen(width)
         self.clock += 1
         self.stamp[rows] = self.clock
-        if sizes.min() == sizes.max() == 1:
-            self.pages[rows[:, None], columns, begins[:, None]] = pages.reshape(len(rows), -1)
-            return
-        at = 0
-        for row, begin, end in zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True):
-            num = (end - begin) * len(columns)
-            self.pages[row, columns, begin:end] = pages[at : at + num].reshape(len(columns), -1)
-            at += num
-
-    def fill_next(self, rows: Rows, column: int, ns: Ints, pages: PageIds) -> None:
-        """Write one entry ``[row, column, n]`` per row."""
-        self._widen(int(ns.max()) + 1)
-        self.clock += 1
-        self.stamp[rows] = self.clock
-        self.pages[rows, column, ns] = pages
+        self.pages[rows, :, ns] = pages.reshape(len(rows), -1)
 
     def _widen(self, width: int) -> None:
         rows, columns, old = self.pages.shape

@@ -38,6 +38,7 @@ class Walk:
         self.max_prompt = max_prompt
         self.tokens: dict[int, list[int]] = {}  # content of each token of each sequence
         self.away: dict[int, list[int]] = {}
+        self.cut: set[int] = set()  # truncated since their last token: that one may see less
         self.next_seq = 0
         self.done = Counter[str]()
         self.num_hits = 0
@@ -99,6 +100,7 @@ class Walk:
             assert self.cache.length(seq) == before[seq] + (0 if seq in refused else n)
         for seq in served:
             self.tokens[seq] += [self.random.randrange(10**6) for _ in range(n)]
+        self.cut.difference_update(served)
         self.write(served, [n] * len(served))
         self.done["grow"] += len(served)
         self.done["grow refused"] += len(refused)
@@ -120,6 +122,7 @@ class Walk:
             self.done["fork refused"] += 1
             return
         self.tokens[child] = list(self.tokens[parent])
+        self.cut |= {child} if parent in self.cut else set()
         self.done["fork"] += 1
 
     def truncate(self) -> None:
@@ -135,6 +138,7 @@ class Walk:
             assert "window" in str(error)
             self.done["truncate beyond window"] += 1
         else:
+            self.cut |= {seq} if n < len(self.tokens[seq]) else set()
             del self.tokens[seq][n:]
             self.done["truncate"] += 1
         assert self.cache.length(seq) == len(self.tokens[seq])
@@ -174,6 +178,7 @@ class Walk:
                 if shape.window is None:
                     assert first == 0, "a token was let go of without a window"
                 needed = len(self.tokens[seq]) - (shape.window or len(self.tokens[seq]))
+                needed += seq in self.cut
                 assert first <= max(needed, 0), "a token within the window is gone"
                 expected = self.vectors(layer, self.tokens[seq][first:])
                 assert torch.equal(k, expected[0]) and torch.equal(v, expected[1]), (layer, seq)

@@ -159,8 +159,8 @@ def fails_at(scenario: Scenario, driver: Driver, faults: Faults, n: int) -> tupl
         cache.check_invariants()
         walk.read_back()
         expected = 0
-        for ready, gone, columns in zip(cache._ready, cache._gone, cache._columns, strict=True):
-            expected += int((ready - gone).sum()) * len(columns)
+        for ready, gone, group in zip(cache._ready, cache._gone, cache.groups, strict=True):
+            expected += int((ready - gone).sum()) * group.columns
         assert faults.num_mapped() == expected, "mappings differ from the books"
         assert faults.bytes_in_use() == cache.physical.num_created * PAGE, "memory without a page"
 

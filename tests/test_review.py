@@ -11,7 +11,6 @@ from kvalloc.contract import NeverFits, OutOfMemory
 from kvalloc.geometry import SLOTS, KVGeometry
 from kvalloc.paged import PagedAllocator
 from kvalloc.pages import PagePool
-from kvalloc.sequences import Ints, Rows
 from kvalloc.vmm import VmmAllocator, VmmKVCache
 
 WINDOWED = KVGeometry.uniform(
@@ -26,7 +25,7 @@ class Refusing(VmmAllocator):
     countdown = 0
     error: Exception = OutOfMemory(1, 0, 0, unit="pages")
 
-    def _attach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
+    def _attach(self, row: int, g: int, begin: int, end: int) -> None:
         self.countdown -= 1
         if self.countdown == 0:
             raise self.error

@@ -89,7 +89,7 @@ class VmmAllocator(PageAllocator):
 
     def _misfit(self, tokens: int) -> Callable[[int], tuple[bool, int, int]]:
         """Key that prefers the row with the fewest surplus pages, then the least lack."""
-        need = int(self._pages_for(np.array([tokens]), 0)[0])
+        need = self._pages_for(tokens, 0)
 
         def misfit(row: int) -> tuple[bool, int, int]:
             surplus = int(self._ready[0][row]) - need
@@ -147,21 +147,20 @@ class VmmAllocator(PageAllocator):
             num_pages = 0
             for g in range(len(self.groups)):
                 end = int(self._held[g][row]) + depth
-                end = min(end, int(self._pages_for(np.array([most]), g)[0]))
+                end = min(end, self._pages_for(most, g))
                 num_pages += self._warm_up(row, g, end)
             return num_pages
 
     def _warm_up(self, row: int, g: int, end: int) -> int:
         """Extend the warm pages of a row to ``end``, if so many are free."""
         begin = int(self._ready[g][row])
-        num = (end - begin) * len(self._columns[g])
+        num = (end - begin) * self.groups[g].columns
         if num <= 0 or num > self.pool.num_free:
             return 0
-        at, first, last = np.array([row]), np.array([begin]), np.array([end])
         pages = self.pool.take(num)
         try:
-            self._table.fill(at, self._columns[g], first, last, pages)
-            self._attach(at, g, first, last)
+            self._table.fill(row, self._columns[g], begin, end, pages)
+            self._attach(row, g, begin, end)
         except BaseException:
             self._put_back(pages)
             raise
@@ -196,14 +195,14 @@ class VmmAllocator(PageAllocator):
 
     def _unmap_warm(self, row: int, goal: int) -> None:
         """Unmap the warm tail of a row, or as much of it as the goal asks for."""
-        for g, columns in enumerate(self._columns):
+        for g, group in enumerate(self.groups):
             held, ready = int(self._held[g][row]), int(self._ready[g][row])
-            lack = -(-(goal - self.pool.num_free) // len(columns))
+            lack = -(-(goal - self.pool.num_free) // group.columns)
             begin = max(held, ready - max(lack, 0))
             if begin == ready:
                 continue
-            pages = self._table.of_row(row, columns, begin, ready)
-            self._detach(np.array([row]), g, np.array([begin]), np.array([ready]))
+            pages = self._table.of_row(row, self._columns[g], begin, ready)
+            self._detach(row, g, begin, ready)
             self._ready[g][row] = begin
             self._num_warm -= len(pages)
             self.pool.put(pages)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Literal
@@ -14,7 +14,7 @@ import torch
 from ..contract import DenseView, KVCache, OutOfMemory, Seq
 from ..geometry import KVGeometry
 from ..pages.pool import PageIds
-from ..sequences import Ints, Rows, count
+from ..sequences import count
 from ..tensors import (
     BatchMemo,
     check_layer,
@@ -190,38 +190,24 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
             raise OutOfMemory(1, 0, 0, unit="rows")
         return row
 
-    def _attach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
-        """Map the pages of the table, one access grant per contiguous run; all or nothing."""
-        with ExitStack() as undo:
-            for row, begin, pages in self._runs(rows, g, begins, ends):
-                self._space.map(row, g, begin, pages)
-                undo.callback(self._space.unmap, row, g, begin, pages)
-            undo.pop_all()
+    def _attach(self, row: int, g: int, begin: int, end: int) -> None:
+        """Map the pages of the table, one access grant per column; all or nothing."""
+        self._space.map(row, g, begin, self._pages_of(row, g, begin, end))
 
-    def _detach(self, rows: Rows, g: int, begins: Ints, ends: Ints) -> None:
+    def _detach(self, row: int, g: int, begin: int, end: int) -> None:
         """Unmap pages, once queued work that may read them has completed; all or nothing."""
         self.physical.driver.wait(self.physical.driver.fence())
-        with ExitStack() as undo:
-            for row, begin, pages in self._runs(rows, g, begins, ends):
-                self._space.unmap(row, g, begin, pages)
-                undo.callback(self._space.map, row, g, begin, pages)
-            undo.pop_all()
+        self._space.unmap(row, g, begin, self._pages_of(row, g, begin, end))
 
-    def _leave_behind(self, rows: Rows, tokens: int) -> None:
+    def _pages_of(self, row: int, g: int, begin: int, end: int) -> PageIds:
+        return self._table.of_row(row, self._columns[g], begin, end).reshape(-1, end - begin)
+
+    def _leave_behind(self, row: int, tokens: int) -> None:
         try:
-            super()._leave_behind(rows, tokens)
+            super()._leave_behind(row, tokens)
         except DriverError as error:
             # The tokens are in place. The pages go at the next crossing, or with the sequence.
             log.warning("pages outside a sliding window stay mapped for now: %s", error)
-
-    def _runs(
-        self, rows: Rows, g: int, begins: Ints, ends: Ints
-    ) -> Iterator[tuple[int, int, PageIds]]:
-        """Row, first page number in it, and the table's pages ``[columns, n]``; no empty runs."""
-        for row, begin, end in zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True):
-            if begin < end:
-                pages = self._table.of_row(row, self._columns[g], begin, end)
-                yield row, begin, pages.reshape(-1, end - begin)
 
     # ------------------------------------------------------------------ contents of pages
 
