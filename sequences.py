@@ -27,8 +27,9 @@ class SequenceTable:
         self._free_rows: list[int] = []
         self.num_rows = 0
         """Rows ever used: arrays need at least this many entries."""
+        self._no_rows: Rows = np.zeros(0, np.intp)
         self._last_seqs: list[Seq] = []
-        self._last_rows: Rows = np.zeros(0, np.intp)
+        self._last_rows = self._no_rows
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -69,7 +70,7 @@ class SequenceTable:
         """Forget a sequence; returns its row, which ``add`` may hand out again."""
         row = self.row(seq)
         del self._row_of[seq]
-        self._last_seqs, self._last_rows = [], np.zeros(0, np.intp)
+        self._last_seqs, self._last_rows = [], self._no_rows
         self._free_rows.append(row)
         return row
 
@@ -82,17 +83,20 @@ class SequenceTable:
 
     def rows(self, seqs: Sequence[Seq]) -> Rows:
         """Rows of distinct live sequences. A batch that asks again is answered from memory."""
-        require_batch(seqs)
         if type(seqs) is list and seqs == self._last_seqs:
             return self._last_rows
-        row_of = self._row_of
-        try:
-            rows = np.array([row_of[seq] for seq in seqs], np.intp)
-        except KeyError as error:
-            raise unknown(error.args[0]) from None
-        if len(set(seqs)) != len(rows):
-            raise ValueError("a sequence appears twice in one batch; name each once")
-        self._last_seqs, self._last_rows = list(seqs), rows
+        require_batch(seqs)
+        names, row_of = list(seqs), self._row_of
+        if names == list(row_of):  # all of them, in order of admission
+            rows = np.fromiter(row_of.values(), np.intp, len(row_of))
+        else:
+            try:
+                rows = np.array([row_of[seq] for seq in names], np.intp)
+            except KeyError as error:
+                raise unknown(error.args[0]) from None
+            if len(set(names)) != len(rows):
+                raise ValueError("a sequence appears twice in one batch; name each once")
+        self._last_seqs, self._last_rows = names, rows
         return rows
 
     def require_new(self, seq: Seq) -> None:
@@ -114,6 +118,8 @@ def unknown(seq: Seq) -> KeyError:
 
 def count(name: str, value: int) -> int:
     """Return ``value`` as a plain int, refusing what is not a count (negative, float, bool)."""
+    if type(value) is int and value >= 0:
+        return value
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     try:

@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
+from typing import Any, Literal
 
 from ..contract import Allocator, NeverFits, OutOfMemory, Prefix
 from ..sequences import Ints
@@ -105,7 +103,9 @@ class Scheduler:
         self._prefix = prefix
         self._prefill = prefill
         self._windowed = any(shape.window for shape in allocator.geometry.layers)
-        self._left: Ints = np.zeros(0, np.int64)  # tokens to produce, in the order of `active`
+        self._now = 0  # times that all active sequences have grown
+        self._end: dict[int, int] = {}  # of active requests: when the last token is produced
+        self._ending: dict[int, list[int]] = {}  # the same, by that time
         self._produced: dict[int, int] = {}  # of preempted requests
         self._swapped: set[int] = set()  # preempted requests in host memory
         self._refused: set[int] = set()  # refused before in this stay in the queue
@@ -128,10 +128,11 @@ class Scheduler:
                 self.waiting.append(request)
         if joined:
             self.active += joined
-            left = [self._remaining(request) for request in joined]
-            self._left = np.concatenate([self._left, left])
-            if 0 in left:
-                self._retire(len(self.active))
+            for request in joined:
+                end = self._end[request] = self._now + self._remaining(request)
+                self._ending.setdefault(end, []).append(request)
+            self._retire(len(self.active))  # those without any output
+        self._now += 1
         self._grow_all()
 
     # ------------------------------------------------------------------ admission
@@ -212,7 +213,7 @@ class Scheduler:
             self.counts.rejected += 1
             return True
         self._refused.add(request)
-        self._stuck_at = self.allocator.usage().free
+        self._stuck_at = self.allocator.usage().free if self._windowed else 0
         return False
 
     def _remaining(self, request: int) -> int:
@@ -224,12 +225,12 @@ class Scheduler:
         done = 0  # sequences before this one have grown
         while done < len(self.active):
             self.counts.allocations += 1
-            refused = self.allocator.grow(self.active[done:], stop_at_refusal=True)
+            batch = self.active[done:] if done else self.active
+            refused = self.allocator.grow(batch, stop_at_refusal=True)
             end = len(self.active)
             if refused:
-                (first,) = refused
-                end = next(i for i in range(done, end) if self.active[i] == first)
-            self._left[done:end] -= 1
+                first: Any = next(iter(refused))
+                end = self.active.index(first, done)
             self.counts.tokens += end - done
             num_retired = self._retire(end)
             done = end - num_retired
@@ -238,19 +239,27 @@ class Scheduler:
 
     def _retire(self, end: int) -> int:
         """Release those of the first ``end`` that have produced everything; returns how many."""
-        finished = (self._left[:end] == 0).nonzero()[0].tolist()
-        for i in reversed(finished):
-            self.allocator.release(self.active.pop(i))
+        ending = self._ending.get(self._now)
+        if not ending:
+            return 0
+        places = sorted((self.active.index(request), request) for request in ending)
+        finished = [(i, request) for i, request in places if i < end]
+        for i, request in reversed(finished):
+            self.allocator.release(request)
+            del self.active[i]
+            self._forget(request)
+        self.counts.allocations += len(finished)
+        self.counts.completed += len(finished)
         if finished:
-            self.counts.allocations += len(finished)
-            self._left = (
-                self._left[self._left > 0]
-                if end == len(self._left)
-                else np.delete(self._left, finished)
-            )
-            self.counts.completed += len(finished)
             self._stuck_at = None
         return len(finished)
+
+    def _forget(self, request: int) -> None:
+        """An active request ends or is preempted."""
+        end = self._end.pop(request)
+        self._ending[end].remove(request)
+        if not self._ending[end]:
+            del self._ending[end]
 
     def _fail(self, i: int, refusal: OutOfMemory) -> int:
         """Deal with the refused growth of the i-th; returns where to go on."""
@@ -267,7 +276,8 @@ class Scheduler:
             return i
         victim = i if refusal.fragmented or refusal.blocked else len(self.active) - 1
         preempted = self.active[victim]
-        self._produced[preempted] = int(self._output[preempted] - self._left[victim])
+        left = self._end[preempted] - self._now + 1  # it has not grown in this step
+        self._produced[preempted] = int(self._output[preempted]) - left
         self._leave(victim, swap=self._on_failure == "swap")
         self.waiting.appendleft(preempted)
         self.counts.preemptions += 1
@@ -281,5 +291,5 @@ class Scheduler:
         else:
             self.allocator.release(request)
         self.counts.allocations += 1
-        self._left = np.concatenate((self._left[:i], self._left[i + 1 :]))
+        self._forget(request)
         self._stuck_at = None

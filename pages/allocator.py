@@ -81,9 +81,10 @@ class PageAllocator(PageMoves):
         """Place a prompt; see ``Allocator.admit``. Reserves nothing beyond its pages."""
         tokens = count("tokens", tokens)
         roomy = tokens + count("headroom", headroom)
-        for name, value in (("max_new", max_new), ("expected_new", expected_new)):
-            if value is not None:
-                count(name, value)
+        if max_new is not None:
+            count("max_new", max_new)
+        if expected_new is not None:
+            count("expected_new", expected_new)
         self._require_new(seq)
         check_fits(roomy, self._capacity, self.limit)
         if prefix:
@@ -147,12 +148,11 @@ class PageAllocator(PageMoves):
         lengths = self._length[rows] + tokens
         crossing = (lengths > self._covered[rows]).nonzero()[0]
         if crossing.size:
-            crossers, goals = rows[crossing], lengths[crossing]
             if self.limit is not None:
-                longest = max(goals.tolist())
+                longest = max(lengths[crossing].tolist())
                 check_fits(longest, longest, self.limit)
             try:
-                self._place_all(crossers, goals)
+                self._place_more(rows[crossing], tokens)
             except OutOfMemory:
                 return self._grow_in_order(seqs, rows, tokens, crossing, stop_at_refusal)
         self._version += 1

@@ -49,8 +49,8 @@ class PageMoves(PagePlacing):
         return self._seqs.row(seq)
 
     def _rows_of(self, seqs: Sequence[Seq]) -> Rows:
-        require_batch(seqs)
         if self._away:
+            require_batch(seqs)
             for seq in seqs:
                 self._row_of(seq)
         return self._seqs.rows(seqs)
@@ -200,5 +200,5 @@ class PageMoves(PagePlacing):
         row = self._seqs.row(seq)
         self._empty_row(row)
         self._seqs.remove(seq)
-        self._num_tokens -= int(self._length[row])
+        self._num_tokens -= self._length.item(row)
         self._length[row] = self._covered[row] = 0

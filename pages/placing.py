@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ..sequences import Ints, Rows
+from ..sequences import Rows
 from .books import PageBooks
 from .pool import PageIds
 
@@ -37,17 +37,17 @@ class PagePlacing(PageBooks):
             num += max(lacking, 0) * group.columns
         return num
 
-    def _place_all(self, rows: Rows, lengths: Ints) -> None:
-        """``_place`` for a batch: all rows get their pages, or none."""
-        if self._place_next(rows, lengths):
+    def _place_more(self, rows: Rows, tokens: int) -> None:
+        """Put pages for ``tokens`` more tokens under rows that lack them: under all, or none."""
+        if self._place_next(rows, tokens):
             return
-        goals = list(zip(rows.tolist(), lengths.tolist(), strict=True))
-        self._require_free(sum(self._num_lacking(row, tokens) for row, tokens in goals))
+        goals = [(row, self._length.item(row) + tokens) for row in rows.tolist()]
+        self._require_free(sum(self._num_lacking(row, goal) for row, goal in goals))
         placed: dict[int, list[int]] = {}
         try:
-            for row, tokens in goals:
+            for row, goal in goals:
                 begins = [held.item(row) for held in self._held]
-                self._place(row, tokens)
+                self._place(row, goal)
                 placed[row] = begins
         except BaseException:
             for row, begins in placed.items():
@@ -55,35 +55,33 @@ class PagePlacing(PageBooks):
                 self._set_held(row, begins)
             raise
 
-    def _place_next(self, rows: Rows, lengths: Ints) -> bool:
+    def _place_next(self, rows: Rows, tokens: int) -> bool:
         """One more page per buffer for each row, warm or fresh: the common step of a batch.
 
         False if it is not that, does not fit, or a driver has a say; nothing was changed then.
         """
-        if self._whole_tokens is None or self.attaches:
+        page_tokens, pool = self._whole_tokens, self.pool
+        if page_tokens is None or tokens > page_tokens or self.attaches:
             return False
-        begins = self._held[0][rows]
-        beyond = (lengths - begins * self._whole_tokens).tolist()
-        if min(beyond) <= 0 or max(beyond) > self._whole_tokens:
-            return False
-        num, pool = len(rows) * self.num_columns, self.pool
+        num = len(rows) * self.num_columns
         if num > pool.num_free and num > pool.num_free + pool.num_spare:
             return False
+        begins = self._held[0][rows]
         ends = begins + 1
-        cold, at = rows, begins
+        self._held[0][rows] = ends
+        cold, at, until = rows, begins, ends
         if self._num_warm:
             is_warm = self._ready[0][rows] > begins
             warm = is_warm.nonzero()[0]
             if warm.size:
                 pool.revive(self._table.of_rows(rows[warm], begins[warm]))
                 self._num_warm -= len(warm) * self.num_columns
-                cold, at = rows[~is_warm], begins[~is_warm]
-        self._held[0][rows] = ends
+                cold, at, until = rows[~is_warm], begins[~is_warm], ends[~is_warm]
         if len(cold):
             pages = self._take(len(cold) * self.num_columns)
-            self._table.fill_rows(cold, at, max(at.tolist()) + 1, pages)
-            self._ready[0][cold] = at + 1
-        covered = ends * self._whole_tokens
+            self._table.fill_rows(cold, at, pages)
+            self._ready[0][cold] = until
+        covered = ends * page_tokens
         self._covered[rows] = covered if self.limit is None else np.minimum(covered, self.limit)
         self._num_used += num
         return True
@@ -209,13 +207,14 @@ class PagePlacing(PageBooks):
         if self.attaches:
             self._detach_tails(row, begins)
         for g, begin in begins.items():
-            held, ready = int(self._held[g][row]), int(self._ready[g][row])
-            pages = self._table.of_row(row, self._columns[g], begin, held)
-            warm = self._table.of_row(row, self._columns[g], max(begin, held), ready)
+            held, ready = self._held[g].item(row), self._ready[g].item(row)
             self._held[g][row] = self._ready[g][row] = begin
-            self._give_up(pages)
-            self.pool.put(warm)
-            self._num_warm -= len(warm)
+            if held > begin:
+                self._give_up(self._table.of_row(row, self._columns[g], begin, held))
+            if ready > held:
+                warm = self._table.of_row(row, self._columns[g], max(begin, held), ready)
+                self.pool.put(warm)
+                self._num_warm -= len(warm)
 
     def _detach_tails(self, row: int, begins: dict[int, int]) -> None:
         with ExitStack() as undo:
@@ -234,7 +233,7 @@ class PagePlacing(PageBooks):
         """Take every page out of a row, held and warm."""
         self._drop_tails(row, {g: int(gone[row]) for g, gone in enumerate(self._gone)})
         for g, group in enumerate(self.groups):
-            self._num_gone -= int(self._gone[g][row]) * group.columns
+            self._num_gone -= self._gone[g].item(row) * group.columns
             self._gone[g][row] = self._held[g][row] = self._ready[g][row] = 0
         self._covered[row] = 0
 

@@ -103,23 +103,24 @@ class PagePool:
         ValueError
             A page named twice, or one without references; nothing was changed.
         """
-        if len(pages) > 1 and self._names_twice(pages):
+        at = pages.astype(np.intp)  # what numpy indexes with, once and not four times
+        if len(at) > 1 and self._names_twice(at):
             raise ValueError("a page is named twice in one release; nothing was changed")
-        refs: PageIds = self._refs[pages] - self._ones[: len(pages)]
+        refs: PageIds = self._refs[at] - self._ones[: len(at)]
         held = refs.nonzero()[0]
         if held.size and refs.min() < 0:
             raise ValueError("a page without references was released; nothing was changed")
-        self._refs[pages] = refs
+        self._refs[at] = refs
         if not held.size:
             return pages
         dead: PageIds = pages[refs == 0]
         return dead
 
-    def _names_twice(self, pages: PageIds) -> bool:
+    def _names_twice(self, at: NDArray[np.intp]) -> bool:
         """Each page remembers its last place in the list; a page named twice knows only one."""
-        places = self._count[: len(pages)]
-        self._place[pages] = places
-        return bool((self._place[pages] != places).nonzero()[0].size)
+        places = self._count[: len(at)]
+        self._place[at] = places
+        return bool((self._place[at] != places).nonzero()[0].size)
 
     def revive(self, pages: PageIds) -> None:
         """Give one reference to pages that have none and are not free (warm ones)."""

@@ -119,7 +119,7 @@ class PrefixIndex:
 
     def holds(self, pages: PageIds) -> bool:
         """Whether any of the pages is in the index."""
-        return any(page in self._entry_of for page in pages.tolist())
+        return bool(self._entry_of) and any(page in self._entry_of for page in pages.tolist())
 
     def retire(self, pages: PageIds) -> PageIds:
         """Keep those of the pages that are in the index; returns the others.

@@ -44,9 +44,9 @@ class PageTable:
         """A copy of all columns' ``n``-th entry of each row: row by row."""
         return self.pages[rows, :, ns].ravel()
 
-    def fill_rows(self, rows: Rows, ns: Ints, width: int, pages: PageIds) -> None:
-        """Write the entries that ``of_rows`` reads; ``width`` is beyond every ``n``."""
-        self._widen(width)
+    def fill_rows(self, rows: Rows, ns: Ints, pages: PageIds) -> None:
+        """Write the entries that ``of_rows`` reads."""
+        self._widen(max(ns.tolist()) + 1)
         self.clock += 1
         self.stamp[rows] = self.clock
         self.pages[rows, :, ns] = pages.reshape(len(rows), -1)

@@ -18,6 +18,8 @@ from ..pages.pool import PagePool
 from ..sequences import count
 from .buffers import LAYOUTS, buffers_of
 
+RECLAIM_PAGES = 32
+"""Warm pages taken back at a time: a run is unmapped in one call."""
 ADOPTION = ("lowest", "fit-prompt", "fit-expected")
 
 
@@ -181,17 +183,21 @@ class VmmAllocator(PageAllocator):
         Tails of the highest idle rows go first, since the lowest idle row is adopted first.
         """
         goal = self.pool.num_free + num_pages
-        warm = np.zeros(len(self._length), np.bool_)
-        for held, ready in zip(self._held, self._ready, strict=True):
-            warm |= ready > held
-        rows = np.flatnonzero(warm)[::-1]
-        idle = self._covered[rows] == 0
-        for row in [*rows[idle].tolist(), *rows[~idle].tolist()]:
-            if self.pool.num_free >= goal:
-                break
-            self._unmap_warm(row, goal)
+        if self._num_warm:
+            self._reclaim_warm(self.pool.num_free + max(num_pages, RECLAIM_PAGES))
         if self.pool.num_free < goal:
             super()._reclaim(goal - self.pool.num_free)
+
+    def _reclaim_warm(self, goal: int) -> None:
+        warm = self._ready[0] > self._held[0]
+        for held, ready in zip(self._held[1:], self._ready[1:], strict=True):
+            warm |= ready > held
+        rows = warm.nonzero()[0][::-1]
+        idle = self._covered[rows] == 0
+        for row in [*rows[idle].tolist(), *rows[~idle].tolist()]:
+            self._unmap_warm(row, goal)
+            if self.pool.num_free >= goal:
+                return
 
     def _unmap_warm(self, row: int, goal: int) -> None:
         """Unmap the warm tail of a row, or as much of it as the goal asks for."""
