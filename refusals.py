@@ -31,10 +31,12 @@ class OutOfMemory(Exception):
         self.largest_free = largest_free
         self.unit = unit
         self.blocked = blocked
-        reason = (
-            "the neighbour is occupied" if blocked else f"the largest free run is {largest_free}"
-        )
-        super().__init__(f"{needed} {unit} needed, {free} free, {reason}")
+
+    def __str__(self) -> str:  # a scheduler refuses by the thousand and reads none of them
+        reason = f"the largest free run is {self.largest_free}"
+        if self.blocked:
+            reason = "the neighbour is occupied"
+        return f"{self.needed} {self.unit} needed, {self.free} free, {reason}"
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_refusal, (

@@ -150,7 +150,7 @@ class Scheduler:
         """True if the request is dealt with: placed, lost, or told that it never fits."""
         produced = self._produced.get(request, 0)
         remaining = self._remaining(request)
-        tokens = int(self._prompt[request]) + produced
+        tokens = self._prompt.item(request) + produced
         queued = self._on_full == "queue" or request in self._produced
         headroom = int(queued and self._on_failure != "drop" and remaining > 0)
         try:
@@ -163,7 +163,7 @@ class Scheduler:
                 cached = self.allocator.admit(
                     request,
                     tokens,
-                    max_new=max(int(self._max_new[request]) - produced, 1 if produced else 0),
+                    max_new=max(self._max_new.item(request) - produced, 1 if produced else 0),
                     expected_new=remaining,
                     headroom=headroom,
                     prefix=None if self._prefix is None else self._prefix[request],
@@ -217,7 +217,7 @@ class Scheduler:
         return False
 
     def _remaining(self, request: int) -> int:
-        return int(self._output[request]) - self._produced.get(request, 0)
+        return self._output.item(request) - self._produced.get(request, 0)
 
     # ------------------------------------------------------------------ growth
 

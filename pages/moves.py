@@ -108,7 +108,11 @@ class PageMoves(PagePlacing):
             return
         own = [self._own_from(row, g, tokens) for g in range(len(self.groups))]
         ends = [self._pages_for(tokens, g) for g in range(len(self.groups))]
-        shared = [g for g, at in enumerate(own) if self._is_shared(row, g, at, ends[g])]
+        shared = [
+            g
+            for g, (begin, end) in enumerate(zip(own, ends, strict=True))
+            if self._is_wanted(self._table.of_row(row, self._columns[g], begin, end))
+        ]
         self._require_free(sum((ends[g] - own[g]) * self.groups[g].columns for g in shared))
         self._version += 1
         with ExitStack() as undo:
@@ -147,11 +151,6 @@ class PageMoves(PagePlacing):
                     f"cannot keep {tokens} tokens: the window of {group.window} has let go of "
                     f"the first {first}; keep at least {first + group.window - 1}"
                 )
-
-    def _is_shared(self, row: int, g: int, begin: int, end: int) -> bool:
-        """Whether pages that will be written again have other readers, now or later."""
-        pages = self._table.of_row(row, self._columns[g], begin, end)
-        return bool((self.pool.refs(pages) > 1).any()) or self.prefix_index.holds(pages)
 
     def offload(self, seq: Seq) -> None:
         """Move a sequence to host memory; its pages become free."""

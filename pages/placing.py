@@ -152,6 +152,12 @@ class PagePlacing(PageBooks):
     def _put_back(self, pages: PageIds) -> None:
         self.pool.put(self.pool.drop(pages))
 
+    def _is_wanted(self, pages: PageIds) -> bool:
+        """Whether any of the pages has a second reader, now or (in the prefix index) later."""
+        if self._num_shared and (self.pool.refs(pages) > 1).any():
+            return True
+        return self.prefix_index.holds(pages)
+
     def _give_up(self, pages: PageIds) -> None:
         """Drop one reference to each page; those without any go back, or stay in the index."""
         dead = self.pool.drop(pages)

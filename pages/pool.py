@@ -14,7 +14,8 @@ from ..sequences import Ints
 if TYPE_CHECKING:
     from .books import PageBooks
 
-PageIds = NDArray[np.int32]
+PageIds = NDArray[np.intp]
+"""Page numbers, in the type that numpy indexes with; tables for kernels hold them as int32."""
 
 
 class PagePool:
@@ -42,7 +43,7 @@ class PagePool:
         self.num_pages = num_pages
         self._refs = np.zeros(num_pages, np.int32)
         # A stack; its top is at the end, so that taking is a slice.
-        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
+        self._free = np.arange(num_pages - 1, -1, -1, dtype=np.intp)
         self._place = np.zeros(num_pages, np.int32)
         self._count = np.arange(num_pages, dtype=np.int32)
         self._ones = np.ones(num_pages, np.int32)
@@ -103,24 +104,23 @@ class PagePool:
         ValueError
             A page named twice, or one without references; nothing was changed.
         """
-        at = pages.astype(np.intp)  # what numpy indexes with, once and not four times
-        if len(at) > 1 and self._names_twice(at):
+        if len(pages) > 1 and self._names_twice(pages):
             raise ValueError("a page is named twice in one release; nothing was changed")
-        refs: PageIds = self._refs[at] - self._ones[: len(at)]
+        refs = self._refs[pages] - self._ones[: len(pages)]
         held = refs.nonzero()[0]
         if held.size and refs.min() < 0:
             raise ValueError("a page without references was released; nothing was changed")
-        self._refs[at] = refs
+        self._refs[pages] = refs
         if not held.size:
             return pages
         dead: PageIds = pages[refs == 0]
         return dead
 
-    def _names_twice(self, at: NDArray[np.intp]) -> bool:
+    def _names_twice(self, pages: PageIds) -> bool:
         """Each page remembers its last place in the list; a page named twice knows only one."""
-        places = self._count[: len(at)]
-        self._place[at] = places
-        return bool((self._place[at] != places).nonzero()[0].size)
+        places = self._count[: len(pages)]
+        self._place[pages] = places
+        return bool((self._place[pages] != places).nonzero()[0].size)
 
     def revive(self, pages: PageIds) -> None:
         """Give one reference to pages that have none and are not free (warm ones)."""

@@ -138,7 +138,7 @@ class PrefixIndex:
         for key in reversed(entries):
             self._idle[key] = entries[key]
         self.num_cached += len(pages) - len(others)
-        return np.array(others, np.int32)
+        return np.array(others, np.intp)
 
     def claim(self, pages: PageIds) -> None:
         """Protect the units of pages from eviction: somebody holds them again."""
@@ -155,7 +155,7 @@ class PrefixIndex:
             self.num_cached -= len(entry.pages)
             self._remove(entry)
             freed += entry.pages.tolist()
-        return np.array(freed, np.int32)
+        return np.array(freed, np.intp)
 
     def _remove(self, entry: _Entry) -> None:
         del self._entries[entry.key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..sequences import Ints, Rows, resized
 from .pool import PageIds
@@ -20,7 +21,7 @@ class PageTable:
     """
 
     def __init__(self, num_columns: int) -> None:
-        self.pages: PageIds = np.zeros((0, num_columns, 8), np.int32)
+        self.pages: NDArray[np.int32] = np.zeros((0, num_columns, 8), np.int32)
         self.stamp: Ints = np.zeros(0, np.int64)
         self.clock = 0
 
@@ -31,7 +32,7 @@ class PageTable:
 
     def of_row(self, row: int, columns: slice, begin: int, end: int) -> PageIds:
         """A copy of entries ``begin … end − 1`` of a row, column by column."""
-        return self.pages[row, columns, begin:end].flatten()
+        return self.pages[row, columns, begin:end].reshape(-1).astype(np.intp)
 
     def fill(self, row: int, columns: slice, begin: int, end: int, pages: PageIds) -> None:
         """Write the entries that ``of_row`` reads."""
@@ -42,7 +43,7 @@ class PageTable:
 
     def of_rows(self, rows: Rows, ns: Ints) -> PageIds:
         """A copy of all columns' ``n``-th entry of each row: row by row."""
-        return self.pages[rows, :, ns].ravel()
+        return self.pages[rows, :, ns].reshape(-1).astype(np.intp)
 
     def fill_rows(self, rows: Rows, ns: Ints, pages: PageIds) -> None:
         """Write the entries that ``of_rows`` reads."""

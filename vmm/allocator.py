@@ -110,14 +110,15 @@ class VmmAllocator(PageAllocator):
         """Keep pages that nobody else holds or may ask for in place, as warm ones."""
         shared, kept = {}, {}
         for g, begin in begins.items():
-            pages = self._table.of_row(row, self._columns[g], begin, int(self._held[g][row]))
-            if (self.pool.refs(pages) > 1).any() or self.prefix_index.holds(pages):
+            pages = self._table.of_row(row, self._columns[g], begin, self._held[g].item(row))
+            if self._is_wanted(pages):
                 shared[g] = begin
             else:
                 kept[g] = pages
-        self._drop_tails(row, shared)  # first, since it may fail
+        if shared:
+            self._drop_tails(row, shared)  # first, since it may fail
         for g, pages in kept.items():
-            self._scrub_warm(row, g, begins[g], int(self._held[g][row]))
+            self._scrub_warm(row, g, begins[g], self._held[g].item(row))
             self.pool.drop(pages)
             self._num_used -= len(pages)
             self._num_warm += len(pages)
@@ -189,20 +190,24 @@ class VmmAllocator(PageAllocator):
             super()._reclaim(goal - self.pool.num_free)
 
     def _reclaim_warm(self, goal: int) -> None:
-        warm = self._ready[0] > self._held[0]
-        for held, ready in zip(self._held[1:], self._ready[1:], strict=True):
-            warm |= ready > held
-        rows = warm.nonzero()[0][::-1]
-        idle = self._covered[rows] == 0
-        for row in [*rows[idle].tolist(), *rows[~idle].tolist()]:
+        for row in self._warm_rows():
             self._unmap_warm(row, goal)
             if self.pool.num_free >= goal:
                 return
 
+    def _warm_rows(self) -> list[int]:
+        """Rows with warm pages: the idle ones, then the live ones, highest first."""
+        warm = self._ready[0] > self._held[0]
+        for held, ready in zip(self._held[1:], self._ready[1:], strict=True):
+            warm |= ready > held
+        rows = warm.nonzero()[0][::-1].tolist()
+        live = [row for row in rows if self._covered.item(row)]  # an idle row covers no token
+        return [row for row in rows if not self._covered.item(row)] + live
+
     def _unmap_warm(self, row: int, goal: int) -> None:
         """Unmap the warm tail of a row, or as much of it as the goal asks for."""
         for g, group in enumerate(self.groups):
-            held, ready = int(self._held[g][row]), int(self._ready[g][row])
+            held, ready = self._held[g].item(row), self._ready[g].item(row)
             lack = -(-(goal - self.pool.num_free) // group.columns)
             begin = max(held, ready - max(lack, 0))
             if begin == ready:
