@@ -115,7 +115,7 @@ class Scheduler:
         """Run one step; ``arrivals`` are the requests that arrive in it."""
         self.refusals.clear()
         joined: list[int] = []
-        while self.waiting and self._has_room(joined) and self._worth_trying():
+        while self.waiting and self._worth_trying() and self._has_room(joined):
             if not self._admit(self.waiting[0], joined):
                 break
             self.waiting.popleft()

@@ -16,10 +16,8 @@ class PagePlacing(PageBooks):
 
     def _place(self, row: int, tokens: int) -> None:
         """Put pages for ``tokens`` tokens under a row: all of them, or none."""
-        needed = self._num_lacking(row, tokens)
+        begins, ends, needed = self._lacking(row, tokens)
         self._require_free(needed)
-        begins = [held.item(row) for held in self._held]
-        ends = [max(self._pages_for(tokens, g), begin) for g, begin in enumerate(begins)]
         reach = self._adopt(row, begins, ends) if self._num_warm else begins
         try:
             self._add_fresh(row, reach, ends)
@@ -29,28 +27,32 @@ class PagePlacing(PageBooks):
         self._num_used += needed
         self._set_held(row, ends)
 
-    def _num_lacking(self, row: int, tokens: int) -> int:
-        """Pages, over all columns, that a row needs beyond those it holds."""
-        num = 0
+    def _lacking(self, row: int, tokens: int) -> tuple[list[int], list[int], int]:
+        """By group, the page numbers that a row needs beyond those it holds; and how many pages."""
+        begins, ends, num = [], [], 0
         for g, group in enumerate(self.groups):
-            lacking = self._pages_for(tokens, g) - self._held[g].item(row)
-            num += max(lacking, 0) * group.columns
-        return num
+            begin, end = self._held[g].item(row), self._pages_for(tokens, g)
+            if end < begin:
+                end = begin
+            num += (end - begin) * group.columns
+            begins.append(begin)
+            ends.append(end)
+        return begins, ends, num
 
     def _place_more(self, rows: Rows, tokens: int) -> None:
         """Put pages for ``tokens`` more tokens under rows that lack them: under all, or none."""
         if self._place_next(rows, tokens):
             return
         goals = [(row, self._length.item(row) + tokens) for row in rows.tolist()]
-        self._require_free(sum(self._num_lacking(row, goal) for row, goal in goals))
-        placed: dict[int, list[int]] = {}
+        self._require_free(sum(self._lacking(row, goal)[2] for row, goal in goals))
+        placed: list[tuple[int, list[int]]] = []
         try:
             for row, goal in goals:
                 begins = [held.item(row) for held in self._held]
                 self._place(row, goal)
-                placed[row] = begins
+                placed.append((row, begins))
         except BaseException:
-            for row, begins in placed.items():
+            for row, begins in placed:
                 self._retire_tails(row, dict(enumerate(begins)))
                 self._set_held(row, begins)
             raise
@@ -58,14 +60,13 @@ class PagePlacing(PageBooks):
     def _place_next(self, rows: Rows, tokens: int) -> bool:
         """One more page per buffer for each row, warm or fresh: the common step of a batch.
 
-        False if it is not that, does not fit, or a driver has a say; nothing was changed then.
+        False if it is not that, or a driver has a say; nothing was changed then.
         """
         page_tokens, pool = self._whole_tokens, self.pool
         if page_tokens is None or tokens > page_tokens or self.attaches:
             return False
         num = len(rows) * self.num_columns
-        if num > pool.num_free and num > pool.num_free + pool.num_spare:
-            return False
+        self._require_free(num)
         begins = self._held[0][rows]
         ends = begins + 1
         self._held[0][rows] = ends
@@ -102,7 +103,7 @@ class PagePlacing(PageBooks):
         """Use the warm pages that are in place already; returns how far they reach."""
         reach = []
         for g, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            warm_end = min(end, max(self._ready[g].item(row), begin))
+            warm_end = min(end, self._ready[g].item(row))
             if warm_end > begin:
                 pages = self._table.of_row(row, self._columns[g], begin, warm_end)
                 self.pool.revive(pages)

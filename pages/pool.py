@@ -83,8 +83,8 @@ class PagePool:
     def reclaim(self, num_pages: int, asker: PageBooks) -> None:
         """Make that many more pages free out of spare ones: the asker's own first."""
         goal = self.num_free + num_pages
-        others = [member for member in self.members() if member is not asker]
-        for member in (asker, *others):
+        asker._reclaim(num_pages)
+        for member in self.members() if self.num_free < goal else ():
             if self.num_free < goal:
                 member._reclaim(goal - self.num_free)
         assert self.num_free >= goal, "spare pages are missing"

@@ -18,8 +18,8 @@ from ..pages.pool import PagePool
 from ..sequences import count
 from .buffers import LAYOUTS, buffers_of
 
-RECLAIM_PAGES = 32
-"""Warm pages taken back at a time: a run is unmapped in one call."""
+RECLAIM_RUN = 32
+"""Warm pages per buffer that a dry pool takes back at a time: a run is unmapped in one call."""
 ADOPTION = ("lowest", "fit-prompt", "fit-expected")
 
 
@@ -79,6 +79,7 @@ class VmmAllocator(PageAllocator):
             )
             for buffers in self.buffers
         ]
+        self._from_the_start = dict.fromkeys(range(len(groups)), 0)
         super().__init__(geometry, memory_bytes, page_bytes, groups, limit=limit, pool=pool)
 
     def _choose_row(self, tokens: int, max_new: int = 0) -> int:
@@ -101,27 +102,26 @@ class VmmAllocator(PageAllocator):
 
     def _empty_row(self, row: int) -> None:
         """Leave the pages mapped: the next sequence of this row needs no driver call."""
-        if any(gone[row] for gone in self._gone):
+        if self._windowed and any(gone[row] for gone in self._gone):
             self._clear_row(row)
             return
-        self._retire_tails(row, dict.fromkeys(range(len(self.groups)), 0))
+        self._retire_tails(row, self._from_the_start)
 
     def _retire_tails(self, row: int, begins: dict[int, int]) -> None:
         """Keep pages that nobody else holds or may ask for in place, as warm ones."""
-        shared, kept = {}, {}
-        for g, begin in begins.items():
-            pages = self._table.of_row(row, self._columns[g], begin, self._held[g].item(row))
-            if self._is_wanted(pages):
-                shared[g] = begin
-            else:
-                kept[g] = pages
-        if shared:
-            self._drop_tails(row, shared)  # first, since it may fail
-        for g, pages in kept.items():
+        pages = {
+            g: self._table.of_row(row, self._columns[g], begin, self._held[g].item(row))
+            for g, begin in begins.items()
+        }
+        if self._num_shared or self.prefix_index.num_entries:
+            wanted = {g: begins[g] for g in pages if self._is_wanted(pages[g])}
+            self._drop_tails(row, wanted)  # first, since it may fail
+            pages = {g: kept for g, kept in pages.items() if g not in wanted}
+        for g, kept in pages.items():
             self._scrub_warm(row, g, begins[g], self._held[g].item(row))
-            self.pool.drop(pages)
-            self._num_used -= len(pages)
-            self._num_warm += len(pages)
+            self.pool.drop(kept)
+            self._num_used -= len(kept)
+            self._num_warm += len(kept)
             self._held[g][row] = begins[g]
 
     def _scrub_warm(self, row: int, g: int, begin: int, end: int) -> None:
@@ -185,24 +185,22 @@ class VmmAllocator(PageAllocator):
         """
         goal = self.pool.num_free + num_pages
         if self._num_warm:
-            self._reclaim_warm(self.pool.num_free + max(num_pages, RECLAIM_PAGES))
+            self._reclaim_warm(self.pool.num_free + num_pages + RECLAIM_RUN * self.num_columns)
         if self.pool.num_free < goal:
             super()._reclaim(goal - self.pool.num_free)
 
     def _reclaim_warm(self, goal: int) -> None:
-        for row in self._warm_rows():
-            self._unmap_warm(row, goal)
-            if self.pool.num_free >= goal:
-                return
-
-    def _warm_rows(self) -> list[int]:
-        """Rows with warm pages: the idle ones, then the live ones, highest first."""
+        """From idle rows first, which cover no token; the highest first, adopted last."""
         warm = self._ready[0] > self._held[0]
         for held, ready in zip(self._held[1:], self._ready[1:], strict=True):
             warm |= ready > held
         rows = warm.nonzero()[0][::-1].tolist()
-        live = [row for row in rows if self._covered.item(row)]  # an idle row covers no token
-        return [row for row in rows if not self._covered.item(row)] + live
+        for is_live in (False, True):
+            for row in rows:
+                if bool(self._covered.item(row)) is is_live:
+                    self._unmap_warm(row, goal)
+                    if self.pool.num_free >= goal:
+                        return
 
     def _unmap_warm(self, row: int, goal: int) -> None:
         """Unmap the warm tail of a row, or as much of it as the goal asks for."""
