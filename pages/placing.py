@@ -44,6 +44,8 @@ class PagePlacing(PageBooks):
         if self._place_next(rows, tokens):
             return
         goals = [(row, self._length.item(row) + tokens) for row in rows.tolist()]
+        if len(goals) == 1:
+            return self._place(*goals[0])
         self._require_free(sum(self._lacking(row, goal)[2] for row, goal in goals))
         placed: list[tuple[int, list[int]]] = []
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from .driver import Driver
 
@@ -24,12 +23,17 @@ class Reservation:
         """Map pages side by side from a byte offset, then allow access to the run in one call."""
         driver, size = self._driver, self.page_bytes
         start = self.address + offset
-        with ExitStack() as undo:
-            for i, handle in enumerate(handles):
-                driver.map(start + i * size, size, handle)
-                undo.callback(driver.unmap, start + i * size, size)
-            driver.allow(start, len(handles) * size)
-            undo.pop_all()
+        at = start
+        try:
+            for handle in handles:
+                driver.map(at, size, handle)
+                at += size
+            driver.allow(start, at - start)
+        except BaseException:
+            while at > start:
+                at -= size
+                driver.unmap(at, size)
+            raise
 
     def unmap(self, offset: int, num_pages: int) -> None:
         """Take away the pages of a run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import torch
@@ -117,29 +116,39 @@ class RowSpace:
         """
         if self._scrub:
             self._pool.unclean[pages] |= self._pool.lacking(pages)
-        with ExitStack() as undo:
+        done: list[tuple[Reservation, int, int]] = []
+        try:
             for reservation, at, handles in self._runs(row, g, begin, pages):
                 reservation.map(at, handles)
-                undo.callback(reservation.unmap, at, len(handles))
-            if self._pool.unclean[pages].any():
+                done.append((reservation, at, len(handles)))
+            if self._pool.unclean[pages].nonzero()[0].size:
                 self._clean(row, g, begin, pages)
-            undo.pop_all()
+        except BaseException:
+            for reservation, at, num_pages in reversed(done):
+                reservation.unmap(at, num_pages)
+            raise
 
     def unmap(self, row: int, g: int, begin: int, pages: PageIds) -> None:
         """Undo ``map``; all or nothing. Nothing queued may still read the pages."""
-        with ExitStack() as undo:
+        done: list[tuple[Reservation, int, list[int]]] = []
+        try:
             for reservation, at, handles in self._runs(row, g, begin, pages):
                 reservation.unmap(at, len(handles))
-                undo.callback(reservation.map, at, handles)
-            undo.pop_all()
+                done.append((reservation, at, handles))
+        except BaseException:
+            for reservation, at, handles in reversed(done):
+                reservation.map(at, handles)
+            raise
 
     def _runs(
         self, row: int, g: int, begin: int, pages: PageIds
-    ) -> Iterator[tuple[Reservation, int, list[int]]]:
+    ) -> list[tuple[Reservation, int, list[int]]]:
         """Per column of a group: where the pages go, and their handles (created if missing)."""
         handles, size = self._pool.handles(pages.ravel()), pages.shape[1]
-        for c in range(len(pages)):
-            yield *self._at(row, g, c, begin), handles[c * size : (c + 1) * size]
+        return [
+            (*self._at(row, g, c, begin), handles[c * size : (c + 1) * size])
+            for c in range(len(pages))
+        ]
 
     def _at(self, row: int, g: int, c: int, n: int) -> tuple[Reservation, int]:
         """Where the n-th page of a row is in one column: a reservation and an offset in bytes."""
