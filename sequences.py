@@ -20,9 +20,16 @@ Ints = NDArray[np.int64]
 
 
 class SequenceTable:
-    """Names of live sequences and their rows. Freed rows are reused last in, first out."""
+    """Names of sequences; rows of the live ones. Freed rows are reused last in, first out.
+
+    Attributes
+    ----------
+    away : dict
+        Offloaded sequences, and what it takes to bring each back. They have no row.
+    """
 
     def __init__(self) -> None:
+        self.away: dict[Seq, Any] = {}
         self._row_of: dict[Seq, int] = {}
         self._free_rows: list[int] = []
         self.num_rows = 0
@@ -79,7 +86,7 @@ class SequenceTable:
         try:
             return self._row_of[seq]
         except KeyError:
-            raise unknown(seq) from None
+            raise self._without_row(seq) from None
 
     def rows(self, seqs: Sequence[Seq]) -> Rows:
         """Rows of distinct live sequences. A batch that asks again is answered from memory."""
@@ -93,16 +100,30 @@ class SequenceTable:
             try:
                 rows = np.array([row_of[seq] for seq in names], np.intp)
             except KeyError as error:
-                raise unknown(error.args[0]) from None
+                raise self._without_row(error.args[0]) from None
             if len(set(names)) != len(rows):
                 raise ValueError("a sequence appears twice in one batch; name each once")
         self._last_seqs, self._last_rows = names, rows
         return rows
 
     def require_new(self, seq: Seq) -> None:
-        """Refuse a name that a live sequence has."""
+        """Refuse a name that a sequence has."""
         if seq in self._row_of:
             raise ValueError(f"sequence {seq!r} is live already; release it or use another name")
+        if seq in self.away:
+            raise ValueError(f"sequence {seq!r} is offloaded: restore or release it first")
+
+    def offloaded(self, seq: Seq) -> Any:
+        """What brings an offloaded sequence back."""
+        if seq not in self.away:
+            self.row(seq)
+            raise ValueError(f"sequence {seq!r} is not offloaded")
+        return self.away[seq]
+
+    def _without_row(self, seq: Seq) -> KeyError | ValueError:
+        if seq in self.away:
+            return ValueError(f"sequence {seq!r} is offloaded: restore it first")
+        return unknown(seq)
 
 
 def require_batch(seqs: object) -> None:

@@ -84,7 +84,7 @@ class ContiguousAllocator(ArenaMoves):
         Exact growth finds ``headroom`` free behind the prompt; a reservation includes it, since
         that is all that it will ever grow into.
         """
-        self._require_new(seq)
+        self._seqs.require_new(seq)
         tokens = count("tokens", tokens)
         roomy = tokens + count("headroom", headroom)
         check_fits(roomy, self.capacity, self.limit)
@@ -100,7 +100,7 @@ class ContiguousAllocator(ArenaMoves):
     def grow(
         self, seqs: Sequence[Seq], tokens: int = 1, *, stop_at_refusal: bool = False
     ) -> dict[Seq, OutOfMemory]:
-        rows = self._rows_of(seqs)
+        rows = self._seqs.rows(seqs)
         tokens = count("tokens", tokens)
         if not len(rows):
             return {}
@@ -172,16 +172,16 @@ class ContiguousAllocator(ArenaMoves):
         self._length[rows], self._room[rows] = length, room
 
     def release(self, seq: Seq) -> None:
-        if self._away.pop(seq, None) is None:
+        if self._seqs.away.pop(seq, None) is None:
             self._leave(seq)
 
     def length(self, seq: Seq) -> int:
-        away = self._away.get(seq)
-        return int(self._length[self._table.row(seq)]) if away is None else away.length
+        away = self._seqs.away.get(seq)
+        return int(self._length[self._seqs.row(seq)]) if away is None else away.length
 
     def spans(self, seq: Seq) -> list[tuple[int, int]]:
         """The one interval of the sequence, reservation included; none if it holds no slots."""
-        row = self._row_of(seq)
+        row = self._seqs.row(seq)
         token_bytes = self.geometry.bytes_per_token
         start, held = int(self._start[row]), int(self._held[row])
         return [(start * token_bytes, (start + held) * token_bytes)] if held else []

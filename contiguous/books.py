@@ -29,7 +29,7 @@ class ArenaBooks(Allocator):
         self.placement = placement
         self._num_slots = num_slots
         self._arena = PLACEMENTS[placement](num_slots)
-        self._table = SequenceTable()
+        self._seqs = SequenceTable()
         self._start: Ints = np.zeros(0, np.int64)
         self._length: Ints = np.zeros(0, np.int64)
         self._room: Ints = np.zeros(0, np.int64)
@@ -67,7 +67,7 @@ class ArenaBooks(Allocator):
     def _enter(self, seq: Seq, start: int, length: int, room: int) -> None:
         """Book a sequence on slots that were taken for it."""
         self._version += 1
-        row = self._table.add(seq)
+        row = self._seqs.add(seq)
         if row >= len(self._start):
             self._start = resized(self._start, row + 1)
             self._length = resized(self._length, row + 1)
@@ -82,7 +82,7 @@ class ArenaBooks(Allocator):
 
     def _leave(self, seq: Seq) -> None:
         """Take a sequence out of the books and free its slots."""
-        row = self._table.remove(seq)
+        row = self._seqs.remove(seq)
         self._version += 1
         start, length = int(self._start[row]), int(self._length[row])
         self._scrub(start, start + length)
@@ -111,12 +111,12 @@ class ArenaBooks(Allocator):
             free=self._arena.num_free * token_bytes,
             largest_free=self._arena.largest_free * token_bytes,
             warm=0,
-            table_bytes=self._start.itemsize * len(self._table),
+            table_bytes=self._start.itemsize * len(self._seqs),
         )
 
     def check_invariants(self) -> None:
         self._arena.check()
-        rows = np.array([row for _, row in self._table.items()], np.intp)
+        rows = np.array([row for _, row in self._seqs.items()], np.intp)
         length, room, held = self._length[rows], self._room[rows], self._held[rows]
         assert len(np.unique(rows)) == len(rows), "two sequences share a row"
         assert (length >= 0).all() and (length <= room).all() and (room <= held).all()

@@ -126,7 +126,7 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
                 arena[slots] = given[tokens]
 
     def _destination_of(self, seqs: Sequence[Seq], lens: Sequence[int] | None) -> Destination:
-        rows = self._rows_of(seqs)
+        rows = self._seqs.rows(seqs)
         start, length = self._start[rows], self._length[rows]
         counts = check_lens(seqs, length, lens)
         num_tokens = int(counts.sum())
@@ -147,7 +147,7 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
         return DenseView(k, v, starts, lengths)
 
     def _place_of(self, seqs: Sequence[Seq]) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._rows_of(seqs)
+        rows = self._seqs.rows(seqs)
         lengths = on_device(self._length[rows].astype("int32"), self.device)
         return on_device(self._start[rows], self.device), lengths
 
@@ -174,7 +174,7 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
 
     def close(self) -> None:
         self._layers.clear()
-        self._away.clear()
+        self._seqs.away.clear()
         self._destination.clear()
         self._place.clear()
         seal(self)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..contract import Seq
-from ..geometry import KVGeometry
-from ..sequences import Rows, check_fits, count, require_batch
+from ..sequences import check_fits, count
 from .books import ArenaBooks
 
 
@@ -24,33 +22,10 @@ class _Away:
 class ArenaMoves(ArenaBooks):
     """The verbs of ``Allocator`` that copy, cut and move."""
 
-    def __init__(
-        self, geometry: KVGeometry, num_slots: int, policy: str, placement: str, limit: int | None
-    ) -> None:
-        super().__init__(geometry, num_slots, policy, placement, limit)
-        self._away: dict[Seq, _Away] = {}
-
-    def _require_new(self, seq: Seq) -> None:
-        self._table.require_new(seq)
-        if seq in self._away:
-            raise ValueError(f"sequence {seq!r} is offloaded: restore or release it first")
-
-    def _row_of(self, seq: Seq) -> int:
-        if seq in self._away:
-            raise ValueError(f"sequence {seq!r} is offloaded: restore it first")
-        return self._table.row(seq)
-
-    def _rows_of(self, seqs: Sequence[Seq]) -> Rows:
-        require_batch(seqs)
-        if self._away:
-            for seq in seqs:
-                self._row_of(seq)
-        return self._table.rows(seqs)
-
     def fork(self, parent: Seq, child: Seq) -> None:
         """Copy a sequence whole, with as much reserved as the parent has; nothing is shared."""
-        row = self._row_of(parent)
-        self._require_new(child)
+        row = self._seqs.row(parent)
+        self._seqs.require_new(child)
         source, length, room = int(self._start[row]), int(self._length[row]), int(self._room[row])
         start = self._placed(room, room, lambda at: self._copy(source, at, length))
         self._enter(child, start, length, room)
@@ -60,7 +35,7 @@ class ArenaMoves(ArenaBooks):
 
         Exact growth has none: it gives back the slots behind, and all of them at 0 tokens.
         """
-        row, tokens = self._row_of(seq), count("tokens", tokens)
+        row, tokens = self._seqs.row(seq), count("tokens", tokens)
         start, length = int(self._start[row]), int(self._length[row])
         if tokens > length:
             raise ValueError(f"cannot keep {tokens} tokens of sequence {seq!r}: it has {length}")
@@ -79,26 +54,23 @@ class ArenaMoves(ArenaBooks):
 
     def offload(self, seq: Seq) -> None:
         """Move a sequence to host memory; its whole interval becomes free."""
-        row = self._row_of(seq)
+        row = self._seqs.row(seq)
         start, length, room = int(self._start[row]), int(self._length[row]), int(self._room[row])
         away = _Away(length, room, self._read(start, length))
         self._leave(seq)
-        self._away[seq] = away
+        self._seqs.away[seq] = away
 
     def restore(self, seq: Seq, *, headroom: int = 0) -> None:
         """Place an offloaded sequence anew, with the reservation that it had.
 
         ``headroom`` is found or made part of the reservation as in ``admit``.
         """
-        if seq not in self._away:
-            self._table.row(seq)
-            raise ValueError(f"sequence {seq!r} is not offloaded")
-        away = self._away[seq]
+        away = self._seqs.offloaded(seq)
         length, room = away.length, away.room
         roomy = length + count("headroom", headroom)
         check_fits(roomy, self.capacity, self.limit)
         if self.policy != "exact":
             room = roomy = max(roomy, room)
         start = self._placed(room, roomy, lambda at: self._write_back(at, length, away.contents))
-        del self._away[seq]
+        del self._seqs.away[seq]
         self._enter(seq, start, length, room)

@@ -45,7 +45,7 @@ class _Rewindable(PageMoves):
 class _VmmKVCache(_Rewindable, VmmKVCache):
     def num_room(self, seqs: Sequence[int]) -> int:
         """Tokens that the pages of each sequence can take."""
-        return int(self._covered[self._rows_of(seqs)].min())
+        return int(self._covered[self._seqs.rows(seqs)].min())
 
 
 class _PagedKVCache(_Rewindable, PagedKVCache):

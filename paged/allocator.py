@@ -66,7 +66,7 @@ class PagedAllocator(PageAllocator):
 
     def block_table(self, seq: Seq, layer: int = 0) -> list[int]:
         """Pages of a sequence in one layer, in token order; −1 where a window let go of them."""
-        row = self._row_of(seq)
+        row = self._seqs.row(seq)
         g, column, _ = self._place_of(layer)
         gone, held = int(self._gone[g][row]), int(self._held[g][row])
         pages = self._table.pages[row, column, gone:held]

@@ -33,7 +33,7 @@ class BlockTable:
         """Block table int32 ``[S, max_pages]``, first int32 ``[S]``, lengths int32 ``[S]``."""
         cache = self._cache
         if self._version != cache._version or self._seqs != list(seqs):
-            rows = cache._rows_of(seqs)
+            rows = cache._seqs.rows(seqs)
             self._update_table(rows)
             first = cache._gone[self._group][rows] * cache.page_size
             self._first = on_device(first.astype(np.int32), cache.device)

@@ -99,7 +99,7 @@ class PagedKVCache(PagedAllocator, KVCache):
         self._v[place][pages, offsets] = v.detach()
 
     def _slots_of(self, seqs: Sequence[Seq], lens: Sequence[int] | None, column: int) -> Slots:
-        rows = self._rows_of(seqs)
+        rows = self._seqs.rows(seqs)
         lengths = self._length[rows]
         owner, position = newest(lengths, check_lens(seqs, lengths, lens))
         pages = self._table.pages[rows[owner], column, position // self.page_size]
@@ -118,7 +118,8 @@ class PagedKVCache(PagedAllocator, KVCache):
         """Let go of the pools."""
         self._k, self._v = [], []
         self._slots.clear()
-        self._tables, self._away = {}, {}
+        self._tables = {}
+        self._seqs.away.clear()
         seal(self)
 
     # ------------------------------------------------------------------ contents of pages

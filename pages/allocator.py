@@ -85,7 +85,7 @@ class PageAllocator(PageMoves):
             count("max_new", max_new)
         if expected_new is not None:
             count("expected_new", expected_new)
-        self._require_new(seq)
+        self._seqs.require_new(seq)
         check_fits(roomy, self._capacity, self.limit)
         if prefix:
             return self._admit_sharing(seq, tokens, roomy, max_new or 0, prefix, salt)
@@ -142,7 +142,7 @@ class PageAllocator(PageMoves):
     ) -> dict[Seq, OutOfMemory]:
         """Append tokens; see ``Allocator.grow``. Work is per page crossing, not per token."""
         tokens = count("tokens", tokens)
-        rows = self._rows_of(seqs)
+        rows = self._seqs.rows(seqs)
         if tokens > self._capacity:
             raise NeverFits(f"{tokens} tokens can never fit: the memory holds {self._capacity}")
         lengths = self._length[rows] + tokens
@@ -193,7 +193,7 @@ class PageAllocator(PageMoves):
 
     def release(self, seq: Seq) -> None:
         """Forget a sequence; pages that nobody else holds become free."""
-        if self._away.pop(seq, None) is None:
+        if self._seqs.away.pop(seq, None) is None:
             self._version += 1
             self._empty(seq)
 
@@ -201,12 +201,12 @@ class PageAllocator(PageMoves):
 
     def length(self, seq: Seq) -> int:
         """Tokens of a sequence, offloaded or not."""
-        away = self._away.get(seq)
+        away = self._seqs.away.get(seq)
         return int(self._length[self._seqs.row(seq)]) if away is None else away.length
 
     def spans(self, seq: Seq) -> list[tuple[int, int]]:
         """Physical byte intervals of the pages held, in token order, neighbours merged."""
-        row = self._row_of(seq)
+        row = self._seqs.row(seq)
         spans: list[tuple[int, int]] = []
         for g, group in enumerate(self.groups):
             by_column = self._row_pages(row, g).reshape(group.columns, -1)

@@ -152,7 +152,7 @@ class PageBooks(Allocator):
 
     def check_invariants(self) -> None:
         """Recount everything from the tables and compare with the running books."""
-        refs = self._count_refs()
+        refs = self.count_refs()
         live = {row for _, row in self._seqs.items()}
         warm: list[int] = []
         num_gone = 0
@@ -177,7 +177,7 @@ class PageBooks(Allocator):
         self.prefix_index.check(refs)
         self.pool.check()
 
-    def _count_refs(self) -> Ints:
+    def count_refs(self) -> Ints:
         """References per page by the tables of this allocator."""
         refs = np.zeros(self.pool.num_pages, np.int64)
         for row in range(len(self._length)):
@@ -206,7 +206,7 @@ class PageBooks(Allocator):
     def _write_back(self, row: int, g: int, begin: int, end: int, contents: Any) -> None:
         """Store what ``_read`` returned, into as many pages, perhaps of another row."""
 
-    def _reclaim(self, num_pages: int) -> None:
+    def give_back(self, num_pages: int) -> None:
         """Return up to that many spare pages to the pool, the least valuable first."""
         evicted = self.prefix_index.evict(num_pages)
         self._scrub(evicted)

@@ -47,8 +47,8 @@ def exchange(books: PageMoves, seqs: Sequence[Seq], sources: Sequence[Seq]) -> N
         From a mapped cache; nothing was changed.
     """
     with books.pool.lock:
-        rows = [books._row_of(seq) for seq in seqs]
-        origins = [books._row_of(seq) for seq in sources]
+        rows = [books._seqs.row(seq) for seq in seqs]
+        origins = [books._seqs.row(seq) for seq in sources]
         pairs = [(row, origin) for row, origin in zip(rows, origins, strict=True) if row != origin]
         if len(set(rows)) != len(rows):
             raise ValueError("a sequence appears twice: name each once (its source may repeat)")

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from ..contract import Seq
-from ..geometry import KVGeometry
-from ..sequences import Rows, check_fits, count, require_batch
-from .books import PageGroup
+from ..sequences import check_fits, count
 from .placing import PagePlacing
-from .pool import PageIds, PagePool
+from .pool import PageIds
 
 
 @dataclass(frozen=True)
@@ -27,38 +24,10 @@ class _Away:
 class PageMoves(PagePlacing):
     """The verbs of ``Allocator`` that copy, cut and move."""
 
-    def __init__(
-        self,
-        geometry: KVGeometry,
-        pool: PagePool,
-        page_bytes: int,
-        groups: Sequence[PageGroup],
-        limit: int | None,
-    ) -> None:
-        super().__init__(geometry, pool, page_bytes, groups, limit)
-        self._away: dict[Seq, _Away] = {}
-
-    def _require_new(self, seq: Seq) -> None:
-        self._seqs.require_new(seq)
-        if seq in self._away:
-            raise ValueError(f"sequence {seq!r} is offloaded: restore or release it first")
-
-    def _row_of(self, seq: Seq) -> int:
-        if seq in self._away:
-            raise ValueError(f"sequence {seq!r} is offloaded: restore it first")
-        return self._seqs.row(seq)
-
-    def _rows_of(self, seqs: Sequence[Seq]) -> Rows:
-        if self._away:
-            require_batch(seqs)
-            for seq in seqs:
-                self._row_of(seq)
-        return self._seqs.rows(seqs)
-
     def fork(self, parent: Seq, child: Seq) -> None:
         """Copy a sequence; full pages are shared, the partly filled tail is copied."""
-        source = self._row_of(parent)
-        self._require_new(child)
+        source = self._seqs.row(parent)
+        self._seqs.require_new(child)
         length = int(self._length[source])
         begins = [int(gone[source]) for gone in self._gone]
         own = [self._own_from(source, g, length) for g in range(len(self.groups))]
@@ -99,7 +68,7 @@ class PageMoves(PagePlacing):
 
     def truncate(self, seq: Seq, tokens: int) -> None:
         """Keep the first ``tokens`` tokens; cutting into a shared page takes a copy of it."""
-        row, tokens = self._row_of(seq), count("tokens", tokens)
+        row, tokens = self._seqs.row(seq), count("tokens", tokens)
         length = int(self._length[row])
         if tokens > length:
             raise ValueError(f"cannot keep {tokens} tokens of sequence {seq!r}: it has {length}")
@@ -154,7 +123,7 @@ class PageMoves(PagePlacing):
 
     def offload(self, seq: Seq) -> None:
         """Move a sequence to host memory; its pages become free."""
-        row = self._row_of(seq)
+        row = self._seqs.row(seq)
         away = _Away(
             int(self._length[row]),
             [int(gone[row]) for gone in self._gone],
@@ -165,14 +134,11 @@ class PageMoves(PagePlacing):
         )
         self._version += 1
         self._empty(seq)
-        self._away[seq] = away
+        self._seqs.away[seq] = away
 
     def restore(self, seq: Seq, *, headroom: int = 0) -> None:
         """Bring an offloaded sequence back; see ``Allocator.restore``."""
-        if seq not in self._away:
-            self._seqs.row(seq)
-            raise ValueError(f"sequence {seq!r} is not offloaded")
-        away = self._away[seq]
+        away = self._seqs.offloaded(seq)
         roomy = away.length + count("headroom", headroom)
         gone = sum(g * group.columns for g, group in zip(away.gone, self.groups, strict=True))
         needed = self._num_pages_for(roomy) - gone
@@ -191,7 +157,7 @@ class PageMoves(PagePlacing):
         except BaseException:
             self._clear_row(row)
             raise
-        del self._away[seq]
+        del self._seqs.away[seq]
         self._enter(seq, row, away.length)
 
     def _empty(self, seq: Seq) -> None:

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import weakref
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..sequences import Ints
 
-if TYPE_CHECKING:
-    from .books import PageBooks
-
 PageIds = NDArray[np.intp]
 """Page numbers, in the type that numpy indexes with; tables for kernels hold them as int32."""
+
+
+class PoolMember(Protocol):
+    """An allocator, as its pool sees it."""
+
+    @property
+    def num_spare(self) -> int:
+        """Pages that it keeps and nobody holds."""
+        ...
+
+    def give_back(self, num_pages: int) -> None:
+        """Return up to that many spare pages, the least valuable first."""
+        ...
+
+    def count_refs(self) -> Ints:
+        """References per page by its tables."""
+        ...
 
 
 class PagePool:
@@ -49,13 +63,13 @@ class PagePool:
         self._ones = np.ones(num_pages, np.int32)
         self.num_free = num_pages
         self.lock = RLock()
-        self._members: list[weakref.ref[PageBooks]] = []
+        self._members: list[weakref.ref[PoolMember]] = []
 
-    def join(self, member: PageBooks) -> None:
+    def join(self, member: PoolMember) -> None:
         """Enter an allocator that draws on this pool."""
         self._members.append(weakref.ref(member))
 
-    def members(self) -> list[PageBooks]:
+    def members(self) -> list[PoolMember]:
         """The allocators that draw on this pool, in the order in which they joined."""
         found = [ref() for ref in self._members]
         return [member for member in found if member is not None]
@@ -80,13 +94,13 @@ class PagePool:
         self._refs[pages] = self._ones[:num_pages]
         return pages
 
-    def reclaim(self, num_pages: int, asker: PageBooks) -> None:
+    def reclaim(self, num_pages: int, asker: PoolMember) -> None:
         """Make that many more pages free out of spare ones: the asker's own first."""
         goal = self.num_free + num_pages
-        asker._reclaim(num_pages)
+        asker.give_back(num_pages)
         for member in self.members() if self.num_free < goal else ():
             if self.num_free < goal:
-                member._reclaim(goal - self.num_free)
+                member.give_back(goal - self.num_free)
         assert self.num_free >= goal, "spare pages are missing"
 
     def share(self, pages: PageIds) -> None:
@@ -148,7 +162,7 @@ class PagePool:
         assert len(np.unique(free)) == len(free), "a page is free twice"
         assert not self._refs[free].any(), "a free page has references"
         members = self.members()
-        held = sum((member._count_refs() for member in members), np.zeros(self.num_pages, np.int64))
+        held = sum((member.count_refs() for member in members), np.zeros(self.num_pages, np.int64))
         assert np.array_equal(self._refs, held), "reference counts differ from the holders' books"
         used = int((held > 0).sum())
         assert self.num_free + self.num_spare + used == self.num_pages, "a page is lost"

@@ -127,7 +127,7 @@ def test_two_caches_draw_on_one_pool(driver: HostDriver) -> None:
             for each in walks:
                 each.cache.check_invariants()
                 each.read_back()
-            first_pages, second_pages = first._count_refs(), second._count_refs()
+            first_pages, second_pages = first.count_refs(), second.count_refs()
             assert not (first_pages * second_pages).any(), "a page is seen by both models"
         assert walks[0].done["admit refused"] + walks[1].done["admit refused"]
 

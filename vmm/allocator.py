@@ -175,10 +175,10 @@ class VmmAllocator(PageAllocator):
     def reclaim(self) -> int:
         """Unmap every warm page and empty the prefix index; returns how many pages came free."""
         before = self.pool.num_free
-        self._reclaim(self.pool.num_pages)
+        self.give_back(self.pool.num_pages)
         return self.pool.num_free - before
 
-    def _reclaim(self, num_pages: int) -> None:
+    def give_back(self, num_pages: int) -> None:
         """Take back warm pages, least valuable first, then units of the prefix index.
 
         Tails of the highest idle rows go first, since the lowest idle row is adopted first.
@@ -187,7 +187,7 @@ class VmmAllocator(PageAllocator):
         if self._num_warm:
             self._reclaim_warm(self.pool.num_free + num_pages + RECLAIM_RUN * self.num_columns)
         if self.pool.num_free < goal:
-            super()._reclaim(goal - self.pool.num_free)
+            super().give_back(goal - self.pool.num_free)
 
     def _reclaim_warm(self, goal: int) -> None:
         """From idle rows first, which cover no token; the highest first, adopted last."""

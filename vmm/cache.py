@@ -159,7 +159,7 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
     def _targets_of(
         self, seqs: Sequence[Seq], lens: Sequence[int] | None, row_tokens: int
     ) -> torch.Tensor:
-        rows = self._rows_of(seqs)
+        rows = self._seqs.rows(seqs)
         lengths = self._length[rows]
         owner, position = newest(lengths, check_lens(seqs, lengths, lens))
         return on_device(rows[owner] * row_tokens + position, self.device)
@@ -177,7 +177,7 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
         self, seqs: Sequence[Seq], g: int, row_tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts int64 ``[S]`` and lengths int32 ``[S]``, from the first token still mapped."""
-        rows = self._rows_of(seqs)
+        rows = self._seqs.rows(seqs)
         first = -(-self._gone[g][rows] * self.page_bytes // self.groups[g].token_bytes)
         starts = on_device(rows.astype(np.int64) * row_tokens + first, self.device)
         return starts, on_device((self._length[rows] - first).astype(np.int32), self.device)
@@ -251,7 +251,7 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
             self._space.require_unseen()
         if self.mapper is not None:
             self.mapper.close()
-        for seq in [*self._seqs, *self._away]:
+        for seq in [*self._seqs, *self._seqs.away]:
             self.release(seq)
         self.reclaim()
         self._targets.clear()
