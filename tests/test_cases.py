@@ -21,8 +21,8 @@ def test_case_06_the_order_of_reuse_is_pinned() -> None:
     pool = PagePool(8)
     assert pool.take(3).tolist() == [0, 1, 2], "never used pages in ascending order"
     assert pool.take(2).tolist() == [3, 4]
-    pool.put(pool.drop(np.array([1, 0], np.int32)))
-    pool.put(pool.drop(np.array([4], np.int32)))
+    pool.put(pool.drop(np.array([1, 0], np.intp)))
+    pool.put(pool.drop(np.array([4], np.intp)))
     assert pool.take(4).tolist() == [4, 1, 0, 5], "last freed first; of one list, its first"
 
     order = {
@@ -63,8 +63,8 @@ def test_case_08_a_page_is_freed_once(backend: Backend) -> None:
     pool.share(pages[:1])
     for batch in ([0, 1, 0], [1, 1], [3], [2, 3]):
         with pytest.raises(ValueError, match="nothing was changed"):
-            pool.drop(np.array(batch, np.int32))
-        assert pool.refs(np.arange(4, dtype=np.int32)).tolist() == [2, 1, 1, 0]
+            pool.drop(np.array(batch, np.intp))
+        assert pool.refs(np.arange(4, dtype=np.intp)).tolist() == [2, 1, 1, 0]
     assert pool.drop(pages).tolist() == [1, 2], "a page that somebody else holds stays"
 
 

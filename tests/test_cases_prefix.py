@@ -102,7 +102,7 @@ def test_case_03_claimed_pages_then_too_little_memory(name: str) -> None:
 
     def state() -> tuple[Any, ...]:
         pool, index = allocator.pool, allocator.prefix_index
-        refs = pool.refs(np.arange(8, dtype=np.int32)).tolist()
+        refs = pool.refs(np.arange(8, dtype=np.intp)).tolist()
         return refs, list(index._idle), pool._free[: pool.num_free].tolist(), allocator.usage()
 
     before = state()
