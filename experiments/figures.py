@@ -32,6 +32,7 @@ def draw(
         step the token slots ``[start, stop)`` that each request holds (by its place in the
         trace, from 0), of which the first ``live`` store a token (unknown, if left out); and
         optionally ``"refusals": [[step, request, needed, free, largest_free]…]`` in tokens.
+        Their ``numbers`` are for the report.
     out_dir
         Created if missing.
     notify

@@ -11,6 +11,7 @@ import typer
 from .errors import BadInput
 
 _SERIES = ("step", "live", "reserved", "free", "largest_free")
+_NUMBERS = ("live", "reserved", "free", "largest_free", "waiting")
 _COUNTS = (
     "capacity_tokens",
     "completed",
@@ -67,6 +68,11 @@ def read_compare(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path}: {error.strerror or error}; name a compare.json") from error
     except ValueError as error:
         raise BadInput(f"{path} is not JSON; name a file that kvalloc compare wrote") from error
+    return check_compare(loaded, path)
+
+
+def check_compare(loaded: Any, path: Path) -> dict[str, Any]:
+    """What was read from ``path``, if it is what the figures need; raises ``BadInput`` if not."""
     if not isinstance(loaded, dict) or "backends" not in loaded:
         raise BadInput(f"{path} is not a comparison; name a file that kvalloc compare wrote")
     if loaded.get("schema") != 1:
@@ -118,6 +124,18 @@ def _owners_fault(owners: Any) -> str | None:
             return "its owners are not rows of [start, stop, request] within the slots"
     if not all(_is_tuple(refusal, 2, 5) for refusal in refusals):
         return "its refusals are not [step, request, needed, free, largest]"
+    return _numbers_fault(owners.get("numbers"), len(steps))
+
+
+def _numbers_fault(numbers: Any, num_steps: int) -> str | None:
+    """Optional: files of the first versions have none."""
+    if numbers is None:
+        return None
+    lists = [numbers.get(name) for name in _NUMBERS] if isinstance(numbers, dict) else [None]
+    if not all(isinstance(part, list) and len(part) == num_steps for part in lists) or not all(
+        _is_size(value) for part in lists for value in part
+    ):
+        return f"its owners need numbers named {', '.join(_NUMBERS)} for each step"
     return None
 
 

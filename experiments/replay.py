@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..contract import Allocator
-from .recorder import Recorder
+from ..contract import Allocator, Usage
+from .recorder import Number, Recorder, in_tokens
 from .scheduler import Counts, OnFailure, OnFull, Scheduler
 from .trace import Trace
 
@@ -44,11 +44,19 @@ class Owners:
         them hold a token.
     refusals : list
         ``[step, request]``, and where the backend counts tokens needed, free, largest_free.
+    numbers : dict
+        Per step the books in tokens, and how many requests wait. Unlike the recorder's series
+        they are never thinned: a picture of one step needs the numbers of that step.
     """
 
     steps: list[int] = field(default_factory=list)
     rows: list[list[list[float]]] = field(default_factory=list)
     refusals: list[list[float]] = field(default_factory=list)
+    numbers: dict[str, list[Number]] = field(
+        default_factory=lambda: {
+            name: [] for name in ("live", "reserved", "free", "largest_free", "waiting")
+        }
+    )
     num_entries: int = 0
 
 
@@ -114,9 +122,10 @@ def replay(
         scheduler.step(arrivals)
         if engine is not None and scheduler.active:
             engine.decode(scheduler.active)
-        recorder.sample(now, allocator.usage())
+        usage = allocator.usage()
+        recorder.sample(now, usage)
         if owned is not None:
-            owned = _record_owners(owned, now, allocator, scheduler)
+            owned = _record_owners(owned, now, usage, scheduler)
         if progress is not None and recorder.num_steps % 64 == 0:
             progress(arrived - len(scheduler.active) - len(scheduler.waiting))
         now += 1
@@ -125,9 +134,8 @@ def replay(
     return Result(scheduler.counts, recorder, owned)
 
 
-def _record_owners(
-    owned: Owners, step: int, allocator: Allocator, scheduler: Scheduler
-) -> Owners | None:
+def _record_owners(owned: Owners, step: int, usage: Usage, scheduler: Scheduler) -> Owners | None:
+    allocator = scheduler.allocator
     token_bytes = allocator.geometry.bytes_per_token
     row: list[list[float]] = []
     for request in scheduler.active:
@@ -141,6 +149,12 @@ def _record_owners(
         return None
     owned.steps.append(step)
     owned.rows.append(row)
+    for name, values in owned.numbers.items():
+        values.append(
+            len(scheduler.waiting)
+            if name == "waiting"
+            else in_tokens(getattr(usage, name), token_bytes)
+        )
     for request, refusal in scheduler.refusals:
         numbers = [refusal.needed, refusal.free, refusal.largest_free]
         owned.refusals.append([step, request, *(numbers if refusal.unit == "tokens" else [])])
@@ -160,4 +174,5 @@ def owners_json(owned: Owners | None, capacity_tokens: float) -> dict[str, Any] 
         "steps": owned.steps,
         "rows": rows,
         "refusals": owned.refusals,
+        "numbers": owned.numbers,
     }

@@ -13,6 +13,7 @@ def requests(*rows: tuple[int, int, int, int]) -> list[dict[str, int]]:
     return [dict(zip(("step", "prompt", "output", "max_new"), row, strict=True)) for row in rows]
 
 
+BOOKS = ("live", "reserved", "free", "largest_free")
 HOLE = requests((0, 4, 20, 20), (0, 4, 2, 12), (0, 4, 12, 12), (0, 4, 4, 4), (2, 10, 10, 10))
 
 
@@ -20,11 +21,13 @@ class Recording(simulator.Replay):
     """Keeps who holds which slot at the end of each step."""
 
     rows: list[list[list[int]]]
+    waiting: list[int]
 
     def step(self, now: int, arrivals: list[int]) -> None:
         super().step(now, arrivals)
         if not hasattr(self, "rows"):
-            self.rows = []
+            self.rows, self.waiting = [], []
+        self.waiting.append(len(self.queue))
         self.rows.append([run for seq in self.active for run in held_runs(self.store, seq)])
 
 
@@ -73,6 +76,10 @@ def compare_example(
                     "steps": counters["series"]["step"],
                     "slots": capacity,
                     "rows": replay.rows,
+                    "numbers": {
+                        **{name: list(counters["series"][name]) for name in BOOKS},
+                        "waiting": replay.waiting,
+                    },
                 },
             }
         )

@@ -14,6 +14,7 @@ from kvalloc.experiments.specs import parse_spec
 from kvalloc.experiments.trace import Trace
 from kvalloc.models import geometry
 from kvalloc.tests.command import kvalloc
+from kvalloc.tests.compare_example import compare_example
 
 DROP = ("--on-full", "reject", "--on-failure", "drop")
 TOP = {"schema", "environment", "trace", "settings", "backends"}
@@ -103,6 +104,18 @@ def test_the_articles_table(tmp_path: Path) -> None:
     assert lines["paged:4"][1:7] == ["9/0", "9", "0", "0", "64", "8"]
     assert lines["paged:8"][1:7] == ["9/0", "8", "1", "0", "72", "13"]
     assert lines["paged:16"][1:7] == ["8/1", "7", "1", "0", "80", "25"]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_numbers_beside_the_owners_are_the_simulators(waits: bool, tmp_path: Path) -> None:
+    specs = ("contiguous:max", "paged:4", "vmm:4")
+    policy = () if waits else DROP
+    options = ("hole", "--account", "--slots", "60", *policy, *backends(*specs))
+    told = compared(*options, folder=tmp_path)["backends"]
+    full, failure = ("queue", "recompute") if waits else ("reject", "drop")
+    slow = compare_example(specs, slots=60, on_full=full, on_failure=failure)["backends"]
+    assert [b["owners"]["numbers"] for b in told] == [b["owners"]["numbers"] for b in slow]
+    assert any(max(b["owners"]["numbers"]["waiting"]) for b in told) == waits
 
 
 def test_the_hole(tmp_path: Path) -> None:

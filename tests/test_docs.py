@@ -207,7 +207,7 @@ def test_fields_of_the_json_are_defined(tmp_path: Path) -> None:
         for field, _ in rows("docs/design.md", "| field | meaning |")
         for field in field.replace("`", "").split(", ")
     }
-    assert set(compared(line, tmp_path)["backends"][0]) - defined == {"spec", "series", "owners"}
+    assert set(compared(line, tmp_path)["backends"][0]) - defined == {"spec", "series"}
 
 
 def test_the_figure_is_the_one_that_the_command_draws(tmp_path: Path) -> None:

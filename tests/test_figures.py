@@ -204,6 +204,9 @@ def broken(change: Any) -> str:
         (broken(lambda c, b: b["owners"]["rows"].__setitem__(0, [[0, 99, 1]])), "within"),
         (broken(lambda c, b: b["owners"]["rows"].__setitem__(0, 5)), "rows"),
         (broken(lambda c, b: b["owners"].update(refusals=[[1]])), "refusals"),
+        (broken(lambda c, b: b["owners"].update(numbers=[])), "numbers"),
+        (broken(lambda c, b: b["owners"]["numbers"].pop("waiting")), "waiting"),
+        (broken(lambda c, b: b["owners"]["numbers"]["free"].pop()), "each step"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, text: str, reason: str) -> None:

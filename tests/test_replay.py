@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvalloc.contract import Allocator
 from kvalloc.experiments.built_in_traces import hole
-from kvalloc.experiments.recorder import in_tokens
+from kvalloc.experiments.recorder import MAX_POINTS, in_tokens
 from kvalloc.experiments.replay import MAX_OWNER_ENTRIES, Result, owners_json, replay
 from kvalloc.experiments.scheduler import OnFailure, OnFull, Scheduler
 from kvalloc.experiments.specs import parse_spec, token_geometry
@@ -287,10 +287,31 @@ def test_owners_tell_who_holds_which_slots() -> None:
         "steps": [0, 1],
         "rows": [[[0, 5, 0, 3], [5, 10, 1, 4]], []],
         "refusals": [[1, 2, 8, 2, 2]],
+        "numbers": {
+            "live": [7, 0],
+            "reserved": [10, 0],
+            "free": [2, 12],
+            "largest_free": [2, 12],
+            "waiting": [0, 0],
+        },
     }
     assert owners_json(None, 12) is None
     many = trace(*[(0, 1, MAX_OWNER_ENTRIES // 200 + 1, 1)] * 200)
     assert replay(many, slots("paged:1", 60_000), owners=True).owners is None
+
+
+def test_owners_keep_the_numbers_of_every_step_and_who_waits() -> None:
+    """More steps than a series has points; the second request waits until the first has ended."""
+    num = MAX_POINTS + 10
+    owned = replay(
+        trace((0, 2, num, num), (0, 4, 3, 3)), slots("contiguous:max", num + 2), owners=True
+    )
+    assert owned.owners is not None and len(owned.recorder.series["step"]) < num
+    numbers = owned.owners.numbers
+    assert {len(values) for values in numbers.values()} == {len(owned.owners.steps)}
+    assert len(owned.owners.steps) == owned.recorder.num_steps > MAX_POINTS
+    assert numbers["live"][:3] == [3, 4, 5]
+    assert set(numbers["waiting"][: num - 1]) == {1} and numbers["waiting"][-1] == 0
 
 
 def test_progress_ends_at_the_number_of_requests() -> None:
