@@ -15,6 +15,7 @@ from . import (
     compare_command,
     gpu_check_command,
     plot_command,
+    report_command,
     run_command,
     size_command,
     sweep_command,
@@ -59,8 +60,9 @@ def _overview(
 
     [bold]compare[/bold] replays a trace of requests on contiguous, paged and virtual-memory
     mapped caches, side by side; [bold]run[/bold] answers one question with an experiment
-    ([bold]list[/bold] names them), [bold]sweep[/bold] a grid of them; [bold]bench[/bold] times
-    one part alone; [bold]size[/bold] and [bold]trace[/bold] tell about models and traces.
+    ([bold]list[/bold] names them), [bold]sweep[/bold] a grid of them; [bold]report[/bold] makes
+    one page of their results; [bold]bench[/bold] times one part alone; [bold]size[/bold] and
+    [bold]trace[/bold] tell about models and traces.
 
     [bold]Start here:[/bold]
 
@@ -78,6 +80,7 @@ COMMANDS = (
     run_command,
     sweep_command,
     plot_command,
+    report_command,
     size_command,
     trace_command,
     gpu_check_command,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -260,3 +261,4 @@ def _show(result: dict[str, Any], out: Path) -> None:
     console.print(compare_table(result))
     names = ", ".join(["compare.json", *(path.name for path in figures)])
     console.print(Text(f"Written to {out}/: {names}"))
+    console.print(Text(f"As a page: kvalloc report {shlex.quote(str(out))}", style="dim"))

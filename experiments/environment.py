@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .output import format_bytes
+
 _ROOT = Path(__file__).resolve().parent.parent
 _LIBRARIES = ("numpy", "torch", "numba", "triton", "matplotlib", "cuda-bindings")
 
@@ -37,6 +39,23 @@ def environment() -> dict[str, Any]:
         "driver": driver,
         "versions": {library: _version(library) for library in _LIBRARIES},
     }
+
+
+def in_short(environment: dict[str, Any]) -> str:
+    """Machine, commit and day of a described environment, as far as they are known.
+
+    >>> in_short({"cpu": "EPYC", "cores": 2, "memory_bytes": 1 << 34, "date": "2026-11-29T18:52"})
+    'EPYC, 2 cores, 16 GiB, 2026-11-29'
+    """
+    cores, memory, commit, date = map(environment.get, ("cores", "memory_bytes", "commit", "date"))
+    told = [
+        environment.get("cpu"),
+        f"{cores} cores" if cores else None,
+        format_bytes(memory) if memory else None,
+        f"commit {commit[:7]}" if commit else None,
+        date[:10] if date else None,
+    ]
+    return ", ".join(str(part) for part in told if part)
 
 
 def command_line() -> str:

@@ -131,9 +131,10 @@ def _numbers_fault(numbers: Any, num_steps: int) -> str | None:
     """Optional: files of the first versions have none."""
     if numbers is None:
         return None
-    lists = [numbers.get(name) for name in _NUMBERS] if isinstance(numbers, dict) else [None]
-    if not all(isinstance(part, list) and len(part) == num_steps for part in lists) or not all(
-        _is_size(value) for part in lists for value in part
+    lists = [numbers.get(name) if isinstance(numbers, dict) else None for name in _NUMBERS]
+    if any(
+        not isinstance(part, list) or len(part) != num_steps or not all(map(_is_size, part))
+        for part in lists
     ):
         return f"its owners need numbers named {', '.join(_NUMBERS)} for each step"
     return None

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from . import bench_allocators
+from .environment import in_short
 from .errors import BadInput
-from .output import format_bytes, write_atomic
+from .output import write_atomic
 from .registry import find
 from .row_tables import Columns, markdown_table
 
@@ -54,7 +55,7 @@ def _block(name: str, results: Path) -> str:
         f"<!-- results: {name} -->",
         "**Simulated**, not measured.\n" if simulated else "",
         markdown_table(columns, document["rows"]) + "\n",
-        f"`{command}` · {_where(document['environment'])}{_busy(document)}",
+        f"`{command}` · {in_short(document['environment'])}{busy(document)}",
     ]
     if (results / f"{stem}.svg").exists():
         kind = "simulated" if simulated else "figure"
@@ -62,9 +63,9 @@ def _block(name: str, results: Path) -> str:
     return "\n".join([part for part in parts if part] + ["<!-- end -->"])
 
 
-def _busy(document: dict[str, Any]) -> str:
+def busy(document: dict[str, Any]) -> str:
     """Says so where others wanted the cores as well; what only counts does not mind."""
-    load, cores = document.get("load_average"), document["environment"]["cores"]
+    load, cores = document.get("load_average"), document["environment"].get("cores")
     if load is None or not cores or load < 1.5 * cores or not _is_timed(document):
         return ""
     return f". **Busy machine** (load {load:.0f}): compare within the table only"
@@ -74,18 +75,6 @@ def _is_timed(document: dict[str, Any]) -> bool:
     if document.get("simulated"):
         return False
     return any("us" in key.split("_") or "ms" in key.split("_") for key in document["rows"][0])
-
-
-def _where(environment: dict[str, Any]) -> str:
-    memory = environment["memory_bytes"]
-    told = [
-        environment["cpu"],
-        f"{environment['cores']} cores",
-        format_bytes(memory) if memory else None,
-        f"commit {environment['commit'][:7]}" if environment["commit"] else None,
-        environment["date"][:10],
-    ]
-    return ", ".join(part for part in told if part)
 
 
 def main() -> None:

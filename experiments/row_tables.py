@@ -65,7 +65,7 @@ def terminal_table(columns: Columns, rows: Iterable[Row], title: str) -> Table:
     for column in columns:
         # Headers wrap, values do not.
         width = max((len(column.write(row.get(column.key))) for row in rows), default=0)
-        justify: Literal["left", "right"] = "right" if _numeric(column, rows) else "left"
+        justify: Literal["left", "right"] = "right" if is_numeric(column, rows) else "left"
         table.add_column(column.header, justify=justify, min_width=width, overflow="fold")
     for row in rows:
         table.add_row(*(column.write(row.get(column.key)) for column in columns))
@@ -85,14 +85,15 @@ def markdown_table(columns: Columns, rows: Iterable[Row]) -> str:
     rows = list(rows)
     lines = [
         "| " + " | ".join(column.header for column in columns) + " |",
-        "|" + "|".join("--:" if _numeric(c, rows) else "---" for c in columns) + "|",
+        "|" + "|".join("--:" if is_numeric(c, rows) else "---" for c in columns) + "|",
     ]
     for row in rows:
         lines.append("| " + " | ".join(c.write(row.get(c.key)) for c in columns) + " |")
     return "\n".join(lines)
 
 
-def _numeric(column: Column, rows: list[Row]) -> bool:
+def is_numeric(column: Column, rows: list[Row]) -> bool:
+    """Whether numbers stand in the column, and no text."""
     values = [row.get(column.key) for row in rows]
     return any(isinstance(v, int | float) for v in values) and not any(
         isinstance(v, str) for v in values

@@ -128,11 +128,12 @@ _REQUESTS = (
     "#8a4b1f",
     "#8c78ad",
 )
+NUM_REQUEST_COLORS = len(_REQUESTS)
 
 
 def request_color(request: int) -> str:
     """The colour of a request by its place in the trace."""
-    return _REQUESTS[request % len(_REQUESTS)]
+    return _REQUESTS[request % NUM_REQUEST_COLORS]
 
 
 def applied() -> AbstractContextManager[None]:
