@@ -1,5 +1,5 @@
 // The address-space map: per backend all slots at one step, row below row, as their owners' shapes.
-const WIDTH = 320, GUTTER = 30, MOST_HEIGHT = 250;
+const WIDTH = 320, GUTTER = 30, HEAD = 5, MOST_HEIGHT = 250;
 const NUMBERS = [
   ["live", "live"], ["reserved", "reserved"], ["waste", "waste"],
   ["free", "free"], ["largest_free", "largest run"], ["waiting", "waiting"],
@@ -78,7 +78,7 @@ class Card {
     this.at = new Map(this.owners.steps.map((step, place) => [step, place]));
     this.grid = grid(this.owners.slots);
     const height = this.grid.rows * this.grid.height;
-    this.map = make("svg", { class: "map", viewBox: `0 -1 ${WIDTH + 1} ${height + 2}` });
+    this.map = make("svg", { class: "map", viewBox: `0 ${-HEAD} ${WIDTH + 1} ${height + HEAD + 1}` });
     this.node.append(this.map, this.track(steps));
     const list = this.node.appendChild(make("dl", { class: "numbers" }));
     this.numbers = {};
@@ -185,7 +185,7 @@ class Card {
     const scale = (WIDTH + 1) / frame.width;
     const { columns, rows, width, height } = this.grid;
     const column = Math.floor(((event.clientX - frame.left) * scale - GUTTER) / width);
-    const line = Math.floor(((event.clientY - frame.top) * scale - 1) / height);
+    const line = Math.floor(((event.clientY - frame.top) * scale - HEAD) / height);
     const slot = line * columns + column;
     const inside = column >= 0 && column < columns && line >= 0 && line < rows;
     if (!inside || slot >= this.owners.slots) return this.leave();
