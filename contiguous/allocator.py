@@ -100,6 +100,11 @@ class ContiguousAllocator(ArenaMoves):
     def grow(
         self, seqs: Sequence[Seq], tokens: int = 1, *, stop_at_refusal: bool = False
     ) -> dict[Seq, OutOfMemory]:
+        """Append room in place; see ``Allocator.grow``. Nothing is ever moved.
+
+        Within a reservation this only counts. Past it, or where an occupied neighbour ends exact
+        growth, the refusal is ``blocked``.
+        """
         rows = self._seqs.rows(seqs)
         tokens = count("tokens", tokens)
         if not len(rows):
@@ -172,10 +177,12 @@ class ContiguousAllocator(ArenaMoves):
         self._length[rows], self._room[rows] = length, room
 
     def release(self, seq: Seq) -> None:
+        """Free the whole interval, reservation included; it merges with free neighbours."""
         if self._seqs.away.pop(seq, None) is None:
             self._leave(seq)
 
     def length(self, seq: Seq) -> int:
+        """Tokens of a sequence, offloaded or not."""
         away = self._seqs.away.get(seq)
         return int(self._length[self._seqs.row(seq)]) if away is None else away.length
 

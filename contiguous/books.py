@@ -100,6 +100,7 @@ class ArenaBooks(Allocator):
     # ------------------------------------------------------------------ telling
 
     def usage(self) -> Usage:
+        """The books in bytes, in O(1); ``largest_free`` is the longest free run of slots."""
         token_bytes = self.geometry.bytes_per_token
         reserved = self._num_slots - self._arena.num_free
         return Usage(
@@ -115,6 +116,7 @@ class ArenaBooks(Allocator):
         )
 
     def check_invariants(self) -> None:
+        """Raise ``AssertionError`` unless held and free intervals tile the arena. O(memory)."""
         self._arena.check()
         rows = np.array([row for _, row in self._seqs.items()], np.intp)
         length, room, held = self._length[rows], self._room[rows], self._held[rows]

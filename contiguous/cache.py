@@ -115,6 +115,10 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
         *,
         lens: Sequence[int] | None = None,
     ) -> None:
+        """Store the newest tokens at their slots; see ``KVCache.write``.
+
+        ``k`` and ``v`` are ``[sum(lens), H_kv, D]``, packed in the order of ``seqs``.
+        """
         to = self._destination.get(
             self._version, seqs, lens, lambda: self._destination_of(seqs, lens)
         )
@@ -173,6 +177,7 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
                 arena[start:stop] = 0
 
     def close(self) -> None:
+        """Return all memory; any verb but ``close`` raises afterwards."""
         self._layers.clear()
         self._seqs.away.clear()
         self._destination.clear()

@@ -72,10 +72,12 @@ class Intervals(Placement):
 
     @property
     def largest(self) -> int:
+        """The whole arena."""
         return self._capacity
 
     @property
     def largest_free(self) -> int:
+        """The longest free interval; 0 if nothing is free."""
         return self._by_size[-1][0] if self._by_size else 0
 
     @abstractmethod
@@ -83,6 +85,7 @@ class Intervals(Placement):
         """Start of the free interval to cut from; one that is large enough exists."""
 
     def take(self, size: int) -> int | None:
+        """Cut ``size`` slots from the front of the interval that the placement chooses."""
         if size > self.largest_free:
             return None
         start = self._choose(size)
@@ -90,6 +93,7 @@ class Intervals(Placement):
         return start
 
     def extend(self, start: int, held: int, size: int) -> int | None:
+        """Take the slots behind the interval, if enough of them are free; None if not."""
         extra = size - held
         if self._size_of.get(start + held, 0) < extra:
             return None
@@ -97,6 +101,7 @@ class Intervals(Placement):
         return size
 
     def give_back(self, start: int, held: int) -> None:
+        """Free an interval; it merges with its neighbours, found by bisection."""
         at = bisect_left(self._starts, start)
         before = self._starts[at - 1] if at else None
         after = self._starts[at] if at < len(self._starts) else None
@@ -113,6 +118,7 @@ class Intervals(Placement):
         insort(self._by_size, (held, start))
 
     def trim(self, start: int, held: int, size: int) -> None:
+        """Free all slots behind the first ``size``."""
         self.give_back(start + size, held - size)
 
     def _cut(self, start: int, size: int) -> None:
@@ -133,9 +139,11 @@ class Intervals(Placement):
         return size
 
     def free_intervals(self) -> Iterator[tuple[int, int]]:
+        """``(start, size)`` of the free intervals, by address."""
         return ((start, self._size_of[start]) for start in self._starts)
 
     def check(self) -> None:
+        """Raise ``AssertionError`` if the two lists differ, overlap or miscount."""
         assert sorted(self._size_of) == self._starts, "free intervals differ between the lists"
         assert sorted((size, start) for start, size in self._size_of.items()) == self._by_size
         assert sum(self._size_of.values()) == self.num_free, "free slots are miscounted"
@@ -181,18 +189,22 @@ class Buddy(Placement):
                 start += 1 << order
 
     def rounded(self, size: int) -> int:
+        """The next power of two."""
         return next_power_of_two(size)
 
     @property
     def largest(self) -> int:
+        """The largest power of two in the capacity."""
         return 1 << self._capacity.bit_length() - 1
 
     @property
     def largest_free(self) -> int:
+        """The largest free block; 0 if none."""
         orders = range(len(self._free) - 1, -1, -1)
         return next((1 << order for order in orders if self._free[order]), 0)
 
     def take(self, size: int) -> int | None:
+        """Take the lowest block that fits, halved until it is as small as it may be."""
         wanted = _order(next_power_of_two(size))
         order = next((o for o in range(wanted, len(self._free)) if self._free[o]), None)
         if order is None:
@@ -205,6 +217,7 @@ class Buddy(Placement):
         return start
 
     def extend(self, start: int, held: int, size: int) -> int | None:
+        """Double the block while its buddy is behind it and free; None if that is not enough."""
         block = held
         while block < size:  # the buddy is behind the block, not before it, and free
             if start & block or not self._is_free(start + block, block):
@@ -217,6 +230,7 @@ class Buddy(Placement):
         return block
 
     def give_back(self, start: int, held: int) -> None:
+        """Free a block; it merges with its buddy as long as that is free, too."""
         enclosing = (1 << order for order in range(_order(held), len(self._free)))
         assert not any(self._is_free(start & -size, size) for size in enclosing), "freed twice"
         self.num_free += held
@@ -227,6 +241,7 @@ class Buddy(Placement):
         insort(self._free[_order(held)], start)
 
     def trim(self, start: int, held: int, size: int) -> None:
+        """Free the upper half until the block is the smallest for ``size``."""
         block = self.rounded(size)
         while held > block:  # the upper half, down to the block or to nothing
             held //= 2
@@ -244,9 +259,11 @@ class Buddy(Placement):
         del starts[bisect_left(starts, start)]
 
     def free_intervals(self) -> Iterator[tuple[int, int]]:
+        """``(start, size)`` of the free blocks, by address."""
         return iter(sorted((s, 1 << order) for order, ss in enumerate(self._free) for s in ss))
 
     def check(self) -> None:
+        """Raise ``AssertionError`` if blocks overlap, are misaligned or did not merge."""
         assert sum(size for _, size in self.free_intervals()) == self.num_free
         end = 0
         for start, size in self.free_intervals():

@@ -29,6 +29,7 @@ class BareCalls:
         self._address = 0
 
     def reserve(self) -> None:
+        """Reserve addresses for one page, aligned to its size."""
         slack = self._size - system.OS_PAGE
         raw = self._libc.mmap(0, self._size + slack, system.PROT_NONE, system.IDLE, -1, 0)
         head = -raw % self._size
@@ -39,28 +40,35 @@ class BareCalls:
             self._libc.munmap(self._address + self._size, slack - head)
 
     def create(self) -> None:
+        """Let the file have memory for the page."""
         os.posix_fallocate(self._fd, 0, self._size)
 
     def map(self) -> None:
+        """Map the page without access."""
         flags = system.MAP_SHARED | system.MAP_FIXED
         self._libc.mmap(self._address, self._size, system.PROT_NONE, flags, self._fd, 0)
 
     def allow(self) -> None:
+        """Grant access and populate the page."""
         self._libc.mprotect(self._address, self._size, system.PROT_READ_WRITE)
         if self._libc.can_populate:
             self._libc.madvise(self._address, self._size, system.MADV_POPULATE_WRITE)
 
     def unmap(self) -> None:
+        """Put idle addresses in its place."""
         flags = system.IDLE | system.MAP_FIXED
         self._libc.mmap(self._address, self._size, system.PROT_NONE, flags, -1, 0)
 
     def release(self) -> None:
+        """Give the memory of the page back."""
         self._libc.fallocate(self._fd, system.FALLOC_PUNCH, 0, self._size)
 
     def free(self) -> None:
+        """Return the addresses."""
         self._libc.munmap(self._address, self._size)
 
     def close(self) -> None:
+        """Close the file."""
         os.close(self._fd)
 
 

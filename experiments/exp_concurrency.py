@@ -94,6 +94,7 @@ def equal_requests(name: str, config: Config, report: Report) -> Row:
 
 
 def recorded_requests(name: str, config: Config, report: Report) -> Row:
+    """Requests of a recorded trace, all at once: how many run on average."""
     trace = at_once(recorded(config.file, "mixed", config.requests, report)).with_max_new(None)
     spec = parse_spec(name, slots=False)
     memory, limit = parse_bytes(config.memory), config.recorded_limit

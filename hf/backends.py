@@ -61,16 +61,26 @@ class PageRows(Rows):
         return self._kv
 
     def record(self, length: int | None) -> None:
+        """Keep, for a later crop, what a window lets go of from ``length`` tokens on; None: no more."""
         super().record(length)
         if self._kv is not None:
             self._pages.floor = length
 
     def reset(self) -> None:
+        """Forget the tokens and keep the memory for the next batch."""
         super().reset()
         if self.recorded is not None:
             self.record(0)
 
     def crop(self, length: int) -> None:
+        """Keep the first ``length`` tokens of every row.
+
+        Raises
+        ------
+        OutOfMemory
+            The cut goes through pages that rows share, and not every row could have its copy;
+            nothing changed.
+        """
         if length < self._booked:
             self._require_copies(length)
         super().crop(length)

@@ -31,14 +31,17 @@ class Layer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def is_sliding(self) -> bool:
+        """Whether the layer has a sliding window."""
         return self.window is not None
 
     @property
     def is_initialized(self) -> bool:
+        """Whether a batch has been stored."""
         return self._rows.num_rows > 0
 
     @property
     def batch_size(self) -> int:
+        """Rows of the batch; ``AttributeError`` before there is one."""
         if not self._rows.num_rows:
             raise AttributeError("no batch yet")  # transformers asks with hasattr
         return self._rows.num_rows
@@ -172,6 +175,7 @@ class DenseLayer(Layer):
         self._epoch = self._rows.epoch
 
     def forget(self) -> None:
+        """Drop the tokens and the views of them."""
         super().forget()
         self._k = self._v = torch.empty(0)
         self._epoch = -1
