@@ -61,7 +61,7 @@ class PageRows(Rows):
         return self._kv
 
     def record(self, length: int | None) -> None:
-        """Keep, for a later crop, what a window lets go of from ``length`` tokens on; None: no more."""
+        """Keep what windows let go of from ``length`` tokens on, for a crop; None: keep none."""
         super().record(length)
         if self._kv is not None:
             self._pages.floor = length
