@@ -18,7 +18,7 @@ PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup compare test test-transformers-old check lint types format clean distclean
+.PHONY: help setup compare test test-transformers-old check lint types docs format clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' Makefile
@@ -39,7 +39,7 @@ test-transformers-old: ## Test kvalloc.hf with the oldest transformers (an envir
 	  'transformers==5.17.0' 'huggingface_hub==1.33.0' hypothesis pytest pytest-randomly pytest-xdist
 	$(OLD)/bin/pytest -n auto --maxprocesses 4 --dist worksteal tests/test_hf_*.py $(ARGS)
 
-check: lint types ## Everything CI asks for: format, lint, types, tests
+check: lint types docs ## Everything CI asks for: format, lint, types, docs, tests
 	$(PYTEST)
 
 lint: $(STAMP) ## Formatting and lint, changing nothing
@@ -50,6 +50,13 @@ types: $(STAMP) ## mypy (strict) and pyright
 	$(BIN)/mypy
 	$(BIN)/mypy tests
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(STAMP) ## The site, in build/site; a warning or a link that leads nowhere is an error
+	rm -rf build/api build/lib build/site
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --no-build-isolation --target build/api .
+	@touch build/api/kvalloc/kernels/__init__.py   # docstrings are only looked for in packages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(STAMP) ## Reformat and mend what the linter can
 	$(BIN)/ruff format .

@@ -45,10 +45,12 @@ class Destination:
 class ContiguousKVCache(ContiguousAllocator, KVCache):
     """One arena tensor per layer for K and one for V, addressed by slot.
 
+    What is not told here is as for ``ContiguousAllocator``.
+
     Parameters
     ----------
-    geometry, memory_bytes, policy, placement, limit
-        As for ``ContiguousAllocator``. ``memory_bytes`` are shared by all layers.
+    memory_bytes
+        Size of the arenas of all layers together.
     device
         Where the tensors live, a torch device or its name. On a CPU the system commits the
         memory page by page, when it is first written.

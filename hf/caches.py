@@ -154,8 +154,10 @@ class ContiguousCache(RowsCache):
 
         Parameters
         ----------
-        config, max_length
-            As for ``VmmCache``, but ``max_length`` costs memory.
+        config
+            As for ``VmmCache``.
+        max_length
+            Most tokens of a row; here it costs memory.
         memory_bytes
             Size of the arena; None: ``max_length`` tokens for each row of the first batch. More
             rows than that (``batch_repeat_interleave``) need it given.
@@ -189,8 +191,10 @@ class PagedCache(RowsCache):
 
         Parameters
         ----------
-        config, max_length
+        config
             As for ``VmmCache``. The attention implementation is looked up at every update.
+        max_length
+            Most tokens of a row.
         memory_bytes
             Size of the pool; None: ``max_length`` tokens for each row of the first batch.
         page_size

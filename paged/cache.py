@@ -30,10 +30,10 @@ Slots = tuple[torch.Tensor, torch.Tensor]
 class PagedKVCache(PagedAllocator, KVCache):
     """Pages of ``page_size`` tokens with K and V behind them.
 
+    What is not told here is as for ``PagedAllocator``.
+
     Parameters
     ----------
-    geometry, memory_bytes, page_size, limit
-        As in ``PagedAllocator``.
     device
         Where the tensors live.
     layout

@@ -39,10 +39,12 @@ log = logging.getLogger(__name__)
 class VmmKVCache(LockedVmmAllocator, KVCache):
     """Sequences at consecutive addresses; physical pages are mapped under them as they grow.
 
+    What is not told here is as for ``VmmAllocator``.
+
     Parameters
     ----------
-    geometry, memory_bytes, page_bytes, layout, adoption, limit
-        As in ``VmmAllocator``; pages are multiples of the driver's granularity.
+    page_bytes
+        Size of a page, a multiple of the driver's granularity.
     device
         Where the tensors live.
     pool
