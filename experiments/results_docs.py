@@ -1,8 +1,9 @@
-"""Tables of docs/experiments.md, written from the JSON of the runs and compared with it in a test.
+"""Tables and numbers of README and docs, written from the JSON of the runs; a test compares them.
 
 Between ``<!-- results: NAME -->`` and ``<!-- end -->`` stand the table of an experiment, where and
-with what it was measured, and its figure. ``python -m kvalloc.experiments.results_docs`` writes
-them anew.
+with what it was measured, and its figure; ``<!-- summary: NAME -->`` begins a table of some rows
+and columns of one; numbers in sentences are those of ``quoted``.
+``python -m kvalloc.experiments.results_docs`` writes them anew.
 """
 
 from __future__ import annotations
@@ -17,25 +18,60 @@ from . import bench_allocators
 from .environment import in_short
 from .errors import BadInput
 from .output import write_atomic
+from .quoted import requote
 from .registry import find
-from .row_tables import Columns, markdown_table
+from .row_tables import Column, Columns, markdown_table, percent
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "experiments.md"
+PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 RESULTS = DOCS / "results" / "cpu"
-_BLOCK = re.compile(r"<!-- results: (\S+) -->\n.*?<!-- end -->", re.DOTALL)
+_BLOCK = re.compile(r"<!-- (results|summary): (\S+) -->\n.*?<!-- end -->", re.DOTALL)
 BENCHES: dict[str, Columns] = {"bench_allocators": bench_allocators.COLUMNS}
+SUMMARIES: dict[str, tuple[str, Columns, tuple[str, ...]]] = {
+    "memory": (
+        "policies",
+        (
+            Column("backend", "backend"),
+            Column("holds tokens", "tokens", percent),
+            Column("reserved for later", "later", percent),
+            Column("never filled", "never", percent),
+            Column("requests running", "running"),
+        ),
+        ("contiguous:limit:buddy", "contiguous:oracle:buddy", "paged:16", "vmm:64KiB", "vmm:2MiB"),
+    ),
+}
+"""Tables outside of docs/experiments.md: of which experiment, which columns, which backends."""
 
 
 def render(text: str, results: Path = RESULTS) -> str:
-    """The page with every block written anew.
+    """The page with every block and every quoted number written anew.
 
     Raises
     ------
     BadInput
-        A block without a JSON file of its name.
+        A block without a JSON file of its name, or a quotation of what is not there.
     """
-    return _BLOCK.sub(lambda match: _block(match[1], results), text)
+
+    def block(match: re.Match[str]) -> str:
+        return (_block if match[1] == "results" else _summary)(match[2], results)
+
+    return requote(_BLOCK.sub(block, text), results)
+
+
+def _summary(name: str, results: Path) -> str:
+    """The rows and columns that SUMMARIES names."""
+    stem, columns, backends = SUMMARIES[name]
+    document = json.loads((results / f"{stem}.json").read_text(encoding="utf-8"))
+    rows = {row["backend"]: row for row in document["rows"]}
+    return "\n".join(
+        [
+            f"<!-- summary: {name} -->",
+            markdown_table(columns, [rows[backend] for backend in backends]) + "\n",
+            f"`kvalloc run {stem}` · {in_short(document['environment'])}{busy(document)}",
+            "<!-- end -->",
+        ]
+    )
 
 
 def _block(name: str, results: Path) -> str:
@@ -78,11 +114,13 @@ def _is_timed(document: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Write the page anew; exits with 2 if a result is missing."""
+    """Write the pages anew; exits with 2 if a result is missing."""
     try:
-        write_atomic(PAGE, render(PAGE.read_text(encoding="utf-8")))
+        for page in PAGES:
+            write_atomic(page, render(page.read_text(encoding="utf-8")))
     except BadInput as error:
-        sys.exit(f"kvalloc: {error}")
+        print(f"kvalloc: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":
