@@ -56,7 +56,7 @@ docs: $(STAMP) ## The site, in build/site; a warning or a link that leads nowher
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps --no-build-isolation --target build/api .
 	@touch build/api/kvalloc/kernels/__init__.py   # docstrings are only looked for in packages
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(STAMP) ## Reformat and mend what the linter can
 	$(BIN)/ruff format .

@@ -76,6 +76,13 @@ def test_no_number_is_written_by_hand(page: Path) -> None:
     assert by_hand == set(EXACT.get(name, {}))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_line_begins_with_a_quotation(page: Path) -> None:
+    """Markdown takes such a line for HTML and ends the paragraph."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if line.lstrip(" >*-").startswith("<!--= ")] == []
+
+
 def numbers(text: str) -> Iterator[str]:
     return (found[2] for found in QUOTE.finditer(text))
 
