@@ -18,7 +18,7 @@ PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup compare test test-transformers-old check lint types docs format clean distclean
+.PHONY: help setup compare test test-transformers-old check lint types docs figures dist format clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,24 @@ docs: $(STAMP) ## The site, in build/site; a warning or a link that leads nowher
 	  --no-deps --no-build-isolation --target build/api .
 	@touch build/api/kvalloc/kernels/__init__.py   # docstrings are only looked for in packages
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+figures: $(STAMP) ## Draw every figure of the docs anew from the results in docs/results/
+	$(BIN)/python -m kvalloc.experiments.results_figures
+
+# The fresh environment borrows the dependencies of $(VENV), but not the kvalloc that is there.
+dist: $(STAMP) ## Build wheel and sdist, install each in a fresh environment, try it
+	rm -rf dist build/lib build/try
+	$(BIN)/python -m build --no-isolation . >/dev/null
+	@for package in dist/*.whl dist/*.tar.gz; do \
+	  $(PYTHON) -m venv --clear --without-pip build/try && \
+	  $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	    >$$(echo build/try/lib/python*/site-packages)/borrowed.pth && \
+	  $(BIN)/python -m pip --python build/try/bin/python install --quiet \
+	    --disable-pip-version-check --no-deps --no-build-isolation --ignore-installed $$package && \
+	  (cd build/try && unset PYTHONPATH && bin/kvalloc --help >/dev/null && bin/python -c \
+	    'import kvalloc.vmm, sys; assert kvalloc.__file__.startswith(sys.prefix), kvalloc.__file__; \
+	    print(sys.argv[1], "installs:", kvalloc.__version__)' $$package) || exit 1; \
+	done
 
 format: $(STAMP) ## Reformat and mend what the linter can
 	$(BIN)/ruff format .

@@ -11,7 +11,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = dict[str, Any]
-COLORS = {"dense": style.INK, "paged": "#2b6ca3", "gather": "#c05a1c", "torch": "#7b4a9e"}
+COLORS = {
+    "dense": style.INK,
+    "paged": style.backend_style("paged:16").color,
+    "gather": style.backend_style("paged:1").color,
+    "torch": "#7b4a9e",
+}
 """By the first word of a kernel's name."""
 LINES = {"head-major": ("-", "o"), "token-major": (":", "s")}
 SWEEPS = (("page_size", "context", "tokens in a block"), ("context", "page_size", "context"))

@@ -159,14 +159,18 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
                 if row["op"] != op or ("vmm" in row["backend"] and row["backend"] != page):
                     continue
                 label = row["backend"] + ("" if row["state"] == "–" else f", {row['state']}")
-                color = style.backend_style(row["backend"]).color
+                look = style.backend_style(row["backend"])
                 share = 100 * np.maximum(1 - QUANTILES, 5e-4)
-                axes.plot(row["quantiles"], share, ls=lines[row["state"]], color=color, label=label)
+                axes.plot(row["quantiles"], share, ls=lines[row["state"]], color=look.color,
+                          marker=look.marker, markevery=4, ms=3, label=label)  # fmt: skip
             axes.set_xscale("log")
             axes.set_yscale("log")
+            axes.set_yticks((100, 10, 1, 0.1), ("100", "10", "1", "0.1"))
             style.title(axes, f"{op}, {page}", "")
-            axes.legend(fontsize=7)
             axes.set_xlabel("µs")
-        panels[0].set_ylabel("% of calls longer")
+            if at % 2:  # to the right, where growth leaves room; the lines are those of admit, too
+                axes.legend(fontsize=7, loc="upper right", handlelength=4)
+            else:
+                axes.set_ylabel("% of calls longer")
         style.heading(figure, "Allocation latency on real memory (host)")
         return style.save(figure, out, "allocation-latency")

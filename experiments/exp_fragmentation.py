@@ -108,6 +108,8 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
             axes.locator_params(axis="x", nbins=4)
             refused = row["fragmentation_failures"]
             style.title(axes, row["backend"], f"{refused:,} refused with enough free")
+            if not any(percents):
+                axes.annotate("0 at all times", (0.5, 0.06), xycoords="axes fraction", ha="center")
         style.name_axes(panels, "step", "% of free memory")
         style.heading(figure, "Free memory outside the largest free interval")
         return style.save(figure, out, "fragmentation")

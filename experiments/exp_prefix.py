@@ -134,9 +134,11 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
                 ]
                 look = style.backend_style(f"{family}:16")
                 color = look.color if key == "hits" else style.FAINT
-                line = "^" if family == "vmm" else "s-"
+                line = "^" if family == "vmm" else "s-" if key == "hits" else "x:"
                 axes.plot(*zip(*mine, strict=True), line, color=color, label=label)
             axes.set_xscale("log", base=2)
+            ticks = sorted({row["page_tokens"] for row in rows if "paged" in row["backend"]})
+            axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             style.title(axes, format_bytes(memory), "")
             axes.set_xlabel("tokens per page")
         panels[0].set_ylim(0)  # shared, and so only once everything is drawn

@@ -205,7 +205,7 @@ def name_axes(axes: list[Axes], x: str, y: str) -> None:
         panel.tick_params(labelbottom=i + columns >= len(axes))
         panel.xaxis.set_major_formatter(thousands())
         panel.yaxis.set_major_formatter(thousands())
-        if place.is_last_row():
+        if i + columns >= len(axes):
             panel.set_xlabel(x)
         if place.is_first_col():
             panel.set_ylabel(y)
