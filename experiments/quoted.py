@@ -47,7 +47,7 @@ def _quoted(source: str, results: Path) -> str:
     3
     """
     stem, *words = shlex.split(source)
-    write = plain
+    write: Callable[[Any], str] = plain
     if words and (words[-1] in _FORMATS or re.fullmatch(r",?\.\d[fe]", words[-1])):
         last = words.pop()
         write = _FORMATS.get(last) or (lambda value: format(value, last))
