@@ -41,11 +41,7 @@ def requote(text: str, results: Path) -> str:
 
 
 def _quoted(source: str, results: Path) -> str:
-    """What a source says.
-
-    >>> _select([{"backend": "paged:16", "us": 2}, {"backend": "vmm", "us": 3}], ["us=3", "us"])
-    3
-    """
+    """The number, formatted, that the words of a comment stand for."""
     stem, *words = shlex.split(source)
     write: Callable[[Any], str] = plain
     if words and (words[-1] in _FORMATS or re.fullmatch(r",?\.\d[fe]", words[-1])):
@@ -65,7 +61,11 @@ def _quoted(source: str, results: Path) -> str:
 
 
 def _select(rows: list[dict[str, Any]], words: list[str]) -> Any:
-    """The field, named last, of the one row that the words before it select."""
+    """The field, named last, of the one row that the words before it select.
+
+    >>> _select([{"backend": "paged:16", "us": 2}, {"backend": "vmm", "us": 3}], ["us=3", "us"])
+    3
+    """
     *wanted, field = words
     pairs = [word.split("=", 1) for word in wanted]
     found = [row for row in rows if all(str(row[key]) == value for key, value in pairs)]

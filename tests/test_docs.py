@@ -136,6 +136,20 @@ def test_named_tests_exist(name: str) -> None:
     assert [test for test in named if f"def {test}(" not in sources] == []
 
 
+def test_the_version_stands_in_one_place() -> None:
+    """And the changelog has it; everything else asks for it."""
+    from kvalloc import __version__
+
+    assert f"## {__version__}" in text_of("CHANGELOG.md")
+    files = [*ROOT.glob("*.*"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*.py")]
+    texts = {file.name: file.read_text(errors="ignore") for file in files if file.is_file()}
+    del texts["constraints.txt"]  # of other packages
+    assert {name for name, text in texts.items() if __version__ in text} == {
+        "__init__.py",
+        "CHANGELOG.md",
+    }
+
+
 def test_the_import_example_prints_what_it_says() -> None:
     (example,), (said,) = blocks("README.md", "python"), blocks("README.md", "text")
     printed = io.StringIO()

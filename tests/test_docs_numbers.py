@@ -17,7 +17,6 @@ MEASURE = re.compile(
     r"(?<![\w.,:])\d[\d,]*(?:\.\d+)?\s?(?:%|µs\b|ms\b|s\b|GB/s|MB/s|GiB/s|tokens/s)|\b\d+(?:\.\d+)?×"
 )
 EXACT = {
-    "README.md": {},
     "docs/design.md": {
         "95 %": "test_a_long_reservation_for_a_short_answer; and a bound",
         "99.8 %": "a popular figure, quoted to be refuted",
