@@ -11,6 +11,7 @@ from ..contract import KVCache
 from ..kernels.attention import attend
 from ..telemetry import Clock
 from .made_up import Expected, Values
+from .scheduler import Placed
 
 LARGEST = sys.float_info.max
 
@@ -43,14 +44,15 @@ class Engine:
         self._cache, self._clock, self._num_grown = cache, clock, 0
         self._values, self._expected = values, expected
 
-    def prefill(self, request: int, tokens: int, cached: int) -> None:
-        """Write and attend a prompt, from its ``cached`` first tokens on."""
-        owner = self._values.owners(request, tokens)[cached:]
-        lens = [tokens - cached]
-        outputs, _ = self._run([request], owner, torch.arange(cached, tokens), lens, "prefill")
-        self._verify([request], lens, outputs)
+    def prefill(self, placed: list[Placed]) -> None:
+        """Write and attend each prompt by itself, from its cached tokens on."""
+        for request, tokens, cached in placed:
+            owner = self._values.owners(request, tokens)[cached:]
+            lens = [tokens - cached]
+            outputs, _ = self._run([request], owner, torch.arange(cached, tokens), lens, "prefill")
+            self._verify([request], lens, outputs)
 
-    def begin_step(self) -> None:
+    def begin_step(self, arrivals: range) -> None:
         """Growth from here on belongs to the coming decode step."""
         self._num_grown = len(self._clock.durations.get("grow", ()))
 

@@ -21,6 +21,7 @@ from .recorded import recorded
 from .registry import Report, Row
 from .replay import replay
 from .row_tables import Column, Columns, percent, size
+from .scheduler import Placed
 from .specs import parse_spec
 
 SIMULATED = False
@@ -65,10 +66,10 @@ class Lengths:
         self.unshared_tokens = self.live_tokens = 0
         self._allocator = allocator
 
-    def begin_step(self) -> None:
+    def begin_step(self, arrivals: range) -> None:
         """Only decode steps count."""
 
-    def prefill(self, request: int, tokens: int, cached: int) -> None:
+    def prefill(self, placed: list[Placed]) -> None:
         """Nothing is computed here."""
 
     def decode(self, requests: list[int]) -> None:

@@ -21,6 +21,7 @@ from .readers import read_trace
 from .registry import Report, Row
 from .replay import replay
 from .row_tables import Column, Columns, percent
+from .scheduler import Placed
 from .specs import parse_spec
 
 if TYPE_CHECKING:
@@ -67,12 +68,13 @@ class LayerEngine:
         self._cache, self._clock = cache, clock
         self._generator = torch.Generator().manual_seed(seed)
 
-    def begin_step(self) -> None:
+    def begin_step(self, arrivals: range) -> None:
         """Every call is timed by itself: steps do not matter."""
 
-    def prefill(self, request: int, tokens: int, cached: int) -> None:
-        """Write and attend a prompt."""
-        self._layers([request], [tokens - cached], "prefill")
+    def prefill(self, placed: list[Placed]) -> None:
+        """Write and attend each prompt."""
+        for request, tokens, cached in placed:
+            self._layers([request], [tokens - cached], "prefill")
 
     def decode(self, requests: list[int]) -> None:
         """Write and attend one token of each."""

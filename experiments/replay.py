@@ -10,7 +10,7 @@ import numpy as np
 
 from ..contract import Allocator, Usage
 from .recorder import Number, Recorder, in_tokens
-from .scheduler import Counts, OnFailure, OnFull, Scheduler
+from .scheduler import Counts, OnFailure, OnFull, Placed, Scheduler
 from .trace import Trace
 
 MAX_OWNER_ENTRIES = 50_000
@@ -20,12 +20,15 @@ MAX_OWNER_ENTRIES = 50_000
 class Engine(Protocol):
     """What a real run does with the tokens; the books alone do nothing."""
 
-    def begin_step(self) -> None:
-        """A step of the scheduler begins."""
+    def begin_step(self, arrivals: range) -> None:
+        """A step of the scheduler begins, in which these requests arrive."""
         ...
 
-    def prefill(self, request: int, tokens: int, cached: int) -> None:
-        """Write and attend a prompt that was just placed, from its ``cached`` first tokens on."""
+    def prefill(self, placed: list[Placed]) -> None:
+        """Write and attend the prompts that this step placed, each from its cached tokens on.
+
+        Called in every step, perhaps with none, before anybody grows or leaves.
+        """
         ...
 
     def decode(self, requests: list[int]) -> None:
@@ -118,7 +121,7 @@ def replay(
             arrivals = range(arrived, boundary[turn])
             arrived, turn = boundary[turn], turn + 1
         if engine is not None:
-            engine.begin_step()
+            engine.begin_step(arrivals)
         scheduler.step(arrivals)
         if engine is not None and scheduler.active:
             engine.decode(scheduler.active)

@@ -1,8 +1,9 @@
 """Who runs when: admission, preemption and lifetime of requests, in a fixed order of steps.
 
 One step is: (0) the waiting queue is tried, first in first out, its head blocks; (1) arrivals
-are admitted in trace order; (2) every active sequence, in order of admission, grows by one
-token, and one that produced its last token is released before the next one grows.
+are admitted in trace order, and what was placed is computed; (2) every active sequence, in order
+of admission, grows by one token, and one that produced its last token is released before the next
+one grows.
 
 The whole batch grows in one call that stops at the first refusal. That is exactly the
 sequential definition: what is released in between can only help those behind it, so sequences
@@ -15,14 +16,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ..contract import Allocator, NeverFits, OutOfMemory, Prefix
 from ..sequences import Ints
 
 OnFull = Literal["queue", "reject"]
 OnFailure = Literal["recompute", "swap", "drop"]
-Prefill = Callable[[int, int, int], None]
+
+
+class Placed(NamedTuple):
+    """A prompt that was admitted: its tokens, and how many leading ones are in memory already."""
+
+    request: int
+    tokens: int
+    cached: int
+
+
+Prefill = Callable[[list[Placed]], None]
 
 
 @dataclass
@@ -74,7 +85,8 @@ class Scheduler:
     prefix
         Runs of each prompt (``Allocator.admit``), for sharing; None shares nothing.
     prefill
-        Called with request, tokens placed and how many of them are in memory already.
+        Called in every step with the prompts placed in it, perhaps none: all admissions are made,
+        nobody has grown or left yet.
     """
 
     def __init__(
@@ -102,6 +114,7 @@ class Scheduler:
         self._max_running = max_running
         self._prefix = prefix
         self._prefill = prefill
+        self._placed: list[Placed] = []  # in this step
         self._windowed = any(shape.window for shape in allocator.geometry.layers)
         self._now = 0  # times that all active sequences have grown
         self._end: dict[int, int] = {}  # of active requests: when the last token is produced
@@ -126,6 +139,9 @@ class Scheduler:
                 self._admit(request, joined)
             elif self.waiting or not self._admit(request, joined):
                 self.waiting.append(request)
+        if self._prefill is not None:
+            placed, self._placed = self._placed, []
+            self._prefill(placed)
         if joined:
             self.active += joined
             for request in joined:
@@ -176,7 +192,7 @@ class Scheduler:
         self._book_admission(request, tokens, cached)
         joined.append(request)
         if self._prefill is not None and cached < tokens:
-            self._prefill(request, tokens, cached)
+            self._placed.append(Placed(request, tokens, cached))
         return True
 
     def _book_admission(self, request: int, tokens: int, cached: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..contract import Allocator
-from .scheduler import Counts, OnFailure, OnFull, Scheduler
+from .scheduler import Counts, OnFailure, OnFull, Placed, Scheduler
 from .step_model import StepModel
 from .trace import Trace
 
@@ -62,9 +62,9 @@ def simulate(
     computed: list[int] = []
     fresh: list[int] = []
 
-    def prefill(request: int, tokens: int, cached: int) -> None:
-        computed.append(tokens - cached)
-        fresh.append(request)
+    def prefill(placed: list[Placed]) -> None:
+        computed.extend(tokens - cached for _, tokens, cached in placed)
+        fresh.extend(request for request, _, _ in placed)
 
     scheduler = Scheduler(
         allocator,

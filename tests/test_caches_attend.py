@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvalloc.contiguous import ContiguousKVCache
 from kvalloc.contract import DenseView, KVCache, PagedView
 from kvalloc.experiments.replay import replay
-from kvalloc.experiments.scheduler import OnFailure
+from kvalloc.experiments.scheduler import OnFailure, Placed
 from kvalloc.experiments.trace import Trace
 from kvalloc.geometry import KVGeometry, LayerShape
 from kvalloc.kernels.attention import attend
@@ -127,11 +127,12 @@ class Checked:
             )
         return self._values[request, layer]
 
-    def begin_step(self) -> None:
+    def begin_step(self, arrivals: range) -> None:
         pass
 
-    def prefill(self, request: int, tokens: int, cached: int) -> None:
-        self.check([request], [tokens - cached])
+    def prefill(self, placed: list[Placed]) -> None:
+        if placed:
+            self.check([p.request for p in placed], [p.tokens - p.cached for p in placed])
 
     def decode(self, requests: list[int]) -> None:
         self.check(list(requests), [1] * len(requests))

@@ -10,6 +10,7 @@ import torch
 from kvalloc.contract import DenseView, KVCache
 from kvalloc.experiments.engine import Engine
 from kvalloc.experiments.made_up import KEEP_BYTES, Expected, Values, float64_attention
+from kvalloc.experiments.scheduler import Placed
 from kvalloc.experiments.specs import parse_spec
 from kvalloc.kernels.reference import reference_attention
 from kvalloc.models import geometry
@@ -25,7 +26,7 @@ def test_a_wrong_page_shows_in_the_verification() -> None:
             values = Values(tiny)
             engine = Engine(cache, Clock(), values=values, expected=Expected(values))
             cache.admit(0, 9)
-            engine.prefill(0, 9, 0)
+            engine.prefill([Placed(0, 9, 0)])
             assert engine.max_abs_error is not None and engine.max_abs_error < 1e-5
             cache.view(1, [0]).v[int(cache.view(1, [0]).block_table[0, 1]), 2] = wrong  # type: ignore[union-attr]
             cache.grow([0])
@@ -75,9 +76,9 @@ def test_a_tokens_time_includes_the_growth_of_its_own_step() -> None:
     with parse_spec("paged:4", slots=False).cache(tiny, 1 << 20, device="cpu") as cache:
         engine = Engine(cache, clock, values=Values(tiny))
         cache.admit(0, 3)
-        engine.prefill(0, 3, 0)
+        engine.prefill([Placed(0, 3, 0)])
         for grown in (10**18, 10**15, 10**15):
-            engine.begin_step()
+            engine.begin_step(range(0))
             clock.add("grow", 0, grown)
             cache.grow([0])
             engine.decode([0])

@@ -13,7 +13,7 @@ from kvalloc.contract import Allocator
 from kvalloc.experiments.built_in_traces import hole
 from kvalloc.experiments.recorder import MAX_POINTS, in_tokens
 from kvalloc.experiments.replay import MAX_OWNER_ENTRIES, Result, owners_json, replay
-from kvalloc.experiments.scheduler import OnFailure, OnFull, Scheduler
+from kvalloc.experiments.scheduler import OnFailure, OnFull, Placed, Scheduler
 from kvalloc.experiments.specs import parse_spec, token_geometry
 from kvalloc.experiments.trace import Trace
 from kvalloc.models import geometry
@@ -79,12 +79,13 @@ class Audited:
         self.num_told += 1
         assert self.num_told < 16, "livelock"
 
-    def begin_step(self) -> None:
+    def begin_step(self, arrivals: range) -> None:
         pass
 
-    def prefill(self, request: int, tokens: int, cached: int) -> None:
-        assert cached == 0
-        assert self.allocator.length(request) == tokens
+    def prefill(self, placed: list[Placed]) -> None:
+        for request, tokens, cached in placed:
+            assert cached == 0
+            assert self.allocator.length(request) == tokens
 
     def decode(self, requests: list[int]) -> None:
         self.allocator.check_invariants()
@@ -193,11 +194,12 @@ class Diary:
         self.allocator = allocator
         self.entries: list[tuple[str, Any, int]] = []
 
-    def begin_step(self) -> None:
-        pass
+    def begin_step(self, arrivals: range) -> None:
+        self.entries.append(("begin", list(arrivals), self.allocator.usage().live))
 
-    def prefill(self, request: int, tokens: int, cached: int) -> None:
-        self.entries.append(("prefill", (request, tokens), self.allocator.usage().live))
+    def prefill(self, placed: list[Placed]) -> None:
+        prompts = [(request, tokens) for request, tokens, _ in placed]
+        self.entries.append(("prefill", prompts, self.allocator.usage().live))
 
     def decode(self, requests: list[int]) -> None:
         self.entries.append(("decode", list(requests), self.allocator.usage().live))
@@ -211,26 +213,30 @@ def diary(spec: str, num_slots: int, requests: Trace, **options: Any) -> list[tu
 
 
 def test_a_real_run_is_asked_in_the_order_of_a_step() -> None:
-    """Prompts when placed, then one batch of those still active; the last token is not written."""
+    """What was placed, then one batch of those still active; the last token is not written."""
     assert diary("paged:1", 40, trace((0, 5, 2, 2), (0, 3, 1, 1), (1, 4, 3, 3), (1, 6, 0, 0))) == [
-        ("prefill", (0, 5), 5),
-        ("prefill", (1, 3), 8),
+        ("begin", [0, 1], 0),
+        ("prefill", [(0, 5), (1, 3)], 8),
         ("decode", [0], 6),  # request 1 produced its last token and left
-        ("prefill", (2, 4), 10),
-        ("prefill", (3, 6), 16),
-        ("decode", [2], 5),  # 0 is done, 3 had nothing to produce
+        ("begin", [2, 3], 6),
+        ("prefill", [(2, 4), (3, 6)], 16),  # 3 has nothing to produce, but is there
+        ("decode", [2], 5),  # 0 is done, 3 left
+        ("begin", [], 5),
+        ("prefill", [], 5),
         ("decode", [2], 6),
+        ("begin", [], 6),
+        ("prefill", [], 6),
     ]
 
 
 def test_a_preempted_request_returns_with_what_it_produced() -> None:
-    assert diary("paged:1", 6, trace((0, 2, 4, 4), (0, 2, 2, 2))) == [
-        ("prefill", (0, 2), 2),
-        ("prefill", (1, 2), 4),
+    asked = diary("paged:1", 6, trace((0, 2, 4, 4), (0, 2, 2, 2)))
+    assert [entry for entry in asked if entry[0] != "begin" and entry[1]] == [
+        ("prefill", [(0, 2), (1, 2)], 4),
         ("decode", [0, 1], 6),
         ("decode", [0], 4),  # no slot is left for request 0: the youngest gives way
         ("decode", [0], 5),
-        ("prefill", (1, 3), 3),
+        ("prefill", [(1, 3)], 3),
     ]
 
 
