@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -222,7 +221,7 @@ def cache_command(
     document = {
         "schema": 1,
         "experiment": "bench_cache",
-        "environment": _environment(),
+        "environment": environment(),
         "settings": asdict(config),
         "rows": rows,
     }
@@ -233,12 +232,6 @@ def cache_command(
     paths = plot(rows, out)
     show(terminal_table(COLUMNS, rows, "Caches of a transformers model"))
     print(f"Written to {out}/: bench_cache.json, " + ", ".join(path.name for path in paths))
-
-
-def _environment() -> Row:
-    found = environment()
-    found["versions"]["transformers"] = version("transformers")
-    return found
 
 
 def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:

@@ -15,7 +15,7 @@ from typing import Any
 from .output import format_bytes
 
 _ROOT = Path(__file__).resolve().parent.parent
-_LIBRARIES = ("numpy", "torch", "numba", "triton", "matplotlib", "cuda-bindings")
+_LIBRARIES = ("numpy", "torch", "numba", "triton", "matplotlib", "cuda-bindings", "transformers")
 
 
 def environment() -> dict[str, Any]:

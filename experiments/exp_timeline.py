@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..models import geometry
+from .chrome_trace import Spans, chrome_trace
 from .output import parse_bytes, write_atomic
 from .readers import read_trace
 from .registry import Report, Row
@@ -29,8 +30,15 @@ if TYPE_CHECKING:
     from ..telemetry import Clock
 
 SIMULATED = False
-LANES = {"admit": 0, "grow": 0, "release": 0, "write": 1, "view": 1, "prefill": 1, "attend": 1}
-LANE_NAMES = ("allocator", "kernels")
+LANES = {
+    "admit": "allocator",
+    "grow": "allocator",
+    "release": "allocator",
+    "write": "kernels",
+    "view": "kernels",
+    "prefill": "kernels",
+    "attend": "kernels",
+}
 MAX_EVENTS = 500
 COLUMNS: Columns = (
     Column("backend", "backend"),
@@ -139,33 +147,6 @@ def _rows(name: str, clock: Clock) -> list[Row]:
     return rows
 
 
-def chrome_trace(rows: list[Row]) -> dict[str, Any]:
-    """The rows in the Trace Event Format: complete events, microseconds."""
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
-    events: list[dict[str, Any]] = []
-    for pid, name in enumerate(backends):
-        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}})
-        events += [
-            {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}}
-            for tid, lane in enumerate(LANE_NAMES)
-        ]
-    for row in rows:
-        tid = LANES[row["call"]]
-        events += [
-            {
-                "ph": "X",
-                "name": row["call"],
-                "cat": LANE_NAMES[tid],
-                "pid": backends.index(row["backend"]),
-                "tid": tid,
-                "ts": start,
-                "dur": duration,
-            }
-            for start, duration in row["events"]
-        ]
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
 COLORS = {"admit": "#7b2d43", "grow": "#c9821f", "release": "#8c78ad", "write": "#86a03a",
           "view": "#c8c8c8", "prefill": "#4b3f72", "attend": "#5d9fc4"}  # fmt: skip
 NUM_STEPS_DRAWN = 8
@@ -178,20 +159,24 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
 
     from . import style
 
-    trace = write_atomic(out / "timeline.trace.json", json.dumps(chrome_trace(rows)) + "\n")
-    backends = list(dict.fromkeys(row["backend"] for row in rows))
+    calls: dict[str, dict[str, Spans]] = {}
+    for row in rows:
+        calls.setdefault(row["backend"], {})[row["call"]] = row["events"]
+    events = json.dumps(chrome_trace(calls, LANES)) + "\n"
+    trace = write_atomic(out / "timeline.trace.json", events)
+    lanes = list(dict.fromkeys(LANES.values()))
     with style.applied():
-        figure = Figure(figsize=(9.6, 1.25 * len(backends) + 1.2), layout="constrained")
-        grid = figure.subplots(len(backends), 1, squeeze=False)
-        for axes, name in zip(grid[:, 0], backends, strict=True):
-            mine = {row["call"]: row["events"] for row in rows if row["backend"] == name}
+        figure = Figure(figsize=(9.6, 1.25 * len(calls) + 1.2), layout="constrained")
+        grid = figure.subplots(len(calls), 1, squeeze=False)
+        for axes, (name, mine) in zip(grid[:, 0], calls.items(), strict=True):
             middle = len(mine["grow"]) // 2
             begin = mine["grow"][middle][0]
             end = mine["grow"][min(middle + NUM_STEPS_DRAWN, len(mine["grow"]) - 1)][0]
-            for call, events in mine.items():
-                spans = [((s - begin) / 1e3, d / 1e3) for s, d in events if begin <= s < end]
-                axes.broken_barh(spans, (1 - LANES[call], 0.8), color=COLORS[call], lw=0)
-            axes.set_yticks([1.4, 0.4], LANE_NAMES)
+            for call, found in mine.items():
+                spans = [((s - begin) / 1e3, d / 1e3) for s, d in found if begin <= s < end]
+                height = 1 - lanes.index(LANES[call])
+                axes.broken_barh(spans, (height, 0.8), color=COLORS[call], lw=0)
+            axes.set_yticks([1.4, 0.4], lanes)
             style.title(axes, name, "")
         grid[-1, 0].set_xlabel("ms")
         patches = [Patch(color=color, label=call) for call, color in COLORS.items()]

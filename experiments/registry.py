@@ -34,6 +34,7 @@ NAMES = (
     "pressure",
     "scaling",
     "timeline",
+    "serve",
     "adoption",
 )
 

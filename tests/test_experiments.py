@@ -31,6 +31,8 @@ def no_recorded_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 @cache
 def quick(name: str) -> tuple[list[Row], Report, list[tuple[int, int]]]:
     """Rows of the quick form, run once; what was reported, and the steps of progress."""
+    if name == "serve":
+        pytest.importorskip("transformers", reason="the extra [transformers] is missing")
     module = find(name).module
     steps: list[tuple[int, int]] = []
     report = Report(progress=lambda done, total: steps.append((done, total)))
