@@ -31,7 +31,7 @@ compare: $(STAMP) ## Replay a small trace on every backend; results in out/
 test: $(STAMP) ## Run the tests
 	$(PYTEST) $(ARGS)
 
-test-transformers-old: ## Test kvalloc.hf with the oldest transformers (an environment of its own)
+test-transformers-old: ## Test what uses transformers with the oldest one (an environment of its own)
 	@$(OLD)/bin/python -c '' 2>/dev/null || $(PYTHON) -m venv --clear $(OLD)
 	@grep -vE '^(transformers|huggingface_hub)==' constraints.txt >$(OLD)/constraints.txt
 	$(OLD)/bin/python -m pip install --quiet --disable-pip-version-check \
@@ -39,7 +39,7 @@ test-transformers-old: ## Test kvalloc.hf with the oldest transformers (an envir
 	  'transformers==5.17.0' 'huggingface_hub==1.33.0' hypothesis pytest pytest-randomly pytest-xdist
 	$(OLD)/bin/pytest -n auto --maxprocesses 4 --dist worksteal tests/test_hf_*.py $(ARGS)
 
-check: lint types docs ## Everything CI asks for: format, lint, types, docs, tests
+check: lint types docs ## Format, lint, types, docs, tests; CI adds test-transformers-old
 	$(PYTEST)
 
 lint: $(STAMP) ## Formatting and lint, changing nothing
