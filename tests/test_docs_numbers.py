@@ -45,6 +45,7 @@ EXACT = {
         "25 GB/s": "of the step model",
         "2 s": "an objective",
         "50 ms": "an objective",
+        "100 ms": "a setting of serve",
     },
     "docs/tutorial.md": {"97.7 %": "the output above it"},
 }

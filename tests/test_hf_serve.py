@@ -29,6 +29,7 @@ from kvalloc.tests.hf_models import CACHE, one_thread
 
 __all__ = ["one_thread"]
 
+RESULT = Path(__file__).resolve().parent.parent / "docs" / "results" / "cpu" / "serve.json"
 VOCABULARY, SEED = 61, 3
 SHAPES = {
     name: KVGeometry.uniform(
@@ -217,6 +218,22 @@ def _check_nesting(events: dict[str, list[list[float]]]) -> None:
                 for begin, length in forwards
             )
             assert inside is (call not in ("grow", "admit")), call
+
+
+def test_what_the_page_claims_was_measured() -> None:
+    """Equal answers, cheap allocation, and a batch that follows from how memory is given out."""
+    rows = {row["backend"]: row for row in json.loads(RESULT.read_text())["rows"]}
+    for row in rows.values():
+        assert row["num_different"] == row["num_changed"] == 0
+        assert row["completed"] == row["requests"] == 56
+        assert row["allocate_share"] < row["attend_share"]
+    batches = {name: row["peak_batch"] for name, row in rows.items()}
+    assert batches["contiguous:max"] == 12 and batches["vmm:2MiB:interleaved"] == 6
+    assert batches["paged:16"] == batches["vmm:64KiB:interleaved"] == 26
+    assert batches["vmm:64KiB"] == 19
+    slow = rows["contiguous:max"]
+    assert slow["tpot_ms_p50"] < rows["paged:16"]["tpot_ms_p50"]
+    assert slow["ttft_ms_p50"] > 4 * rows["paged:16"]["ttft_ms_p50"]
 
 
 def test_without_transformers_one_sentence_says_what_to_install(
