@@ -26,7 +26,14 @@ from kvalloc.geometry import SLOTS
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 NAMES += sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))
-MADE = {"compare.json", "address-space.svg", "memory-over-time.svg", "requests.csv", "out/"}
+MADE = {
+    "compare.json",
+    "address-space.svg",
+    "memory-over-time.svg",
+    "requests.csv",
+    "out/",
+    "build/site/",
+}
 """Files that commands write or a reader brings: they are no part of the repository."""
 FILE = re.compile(r"(?:[\w.-]+/)*[\w.-]+\.(?:py|md|toml|txt|c|h|svg|png|json|csv)|(?:[\w-]+/)+")
 
