@@ -62,6 +62,10 @@ class FailingDriver:
         return self.inner.granularity
 
     @property
+    def reads_zeros(self) -> bool:
+        return self.inner.reads_zeros
+
+    @property
     def num_views(self) -> int:
         return self.inner.num_views
 
@@ -85,9 +89,9 @@ class FailingDriver:
         self._step("map")
         self.inner.map(address, num_bytes, handle)
 
-    def allow(self, address: int, num_bytes: int) -> None:
+    def allow(self, address: int, num_bytes: int, *, write: bool = True) -> None:
         self._step("allow")
-        self.inner.allow(address, num_bytes)
+        self.inner.allow(address, num_bytes, write=write)
 
     def unmap(self, address: int, num_bytes: int) -> None:
         self._step("unmap")

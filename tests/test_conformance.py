@@ -77,6 +77,10 @@ def _mapping_rules() -> None:
     call("cuMemSetAccess", address, g, [access], 1, gives=bad)
     call("cuMemSetAccess", address, 2 * g, [], 0, gives=bad)
     call("cuMemSetAccess", address, 2 * g, [access], 1)
+    call("cuMemSetAccess", address, 2 * g, [library.access("READ")], 1)
+    access.flags = 2  # to write alone
+    call("cuMemSetAccess", address, 2 * g, [access], 1, gives=bad)
+    access = library.access()
     access.location.id = 1
     call("cuMemSetAccess", address, 2 * g, [access], 1, gives="CUDA_ERROR_INVALID_DEVICE")
     call("cuMemUnmap", address, g, gives=bad)
@@ -115,7 +119,38 @@ def _event_rules() -> None:
     assert not any(library.alive().values())
 
 
-@pytest.mark.parametrize("rules", [_page_rules, _mapping_rules, _event_rules])
+def _shared() -> None:
+    import ctypes
+    import os
+
+    from kvalloc.tests.conformance.conformance import Library
+
+    library = Library()
+    call, cuda, g, bad = library.call, library.cuda, 65536, "CUDA_ERROR_INVALID_VALUE"
+    kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    call("cuInit", 0)
+    call("cuCtxPushCurrent", call("cuDevicePrimaryCtxRetain", 0))
+    properties = library.page_properties()
+    properties.requestedHandleTypes = kind
+    page = call("cuMemCreate", g, properties, 0)
+    descriptor = call("cuMemExportToShareableHandle", page, kind, 0)
+    call("cuMemImportFromShareableHandle", 1000, kind, gives=bad)  # no file
+    other = call("cuMemImportFromShareableHandle", descriptor, kind)
+    assert other != page and library.count("handles") == 2 and library.count("bytes") == g
+    os.close(descriptor)
+    address = call("cuMemAddressReserve", 2 * g, 0, 0, 0)
+    for i, handle in enumerate((page, other)):
+        call("cuMemMap", address + i * g, g, 0, handle, 0)
+    call("cuMemSetAccess", address, 2 * g, [library.access()], 1)
+    ctypes.memset(address, 65, 3)
+    assert ctypes.string_at(address + g, 3) == b"AAA"
+    call("cuMemUnmap", address, 2 * g)
+    for handle in (page, other):
+        call("cuMemRelease", handle)
+    assert library.count("handles") == library.count("bytes") == 0
+
+
+@pytest.mark.parametrize("rules", [_page_rules, _mapping_rules, _event_rules, _shared])
 def test_the_library_is_as_strict_as_cuda(rules: Callable[[], None]) -> None:
     run_in_subprocess(rules, granularity=G)
 
@@ -147,6 +182,57 @@ def test_only_mapped_and_allowed_memory_can_be_touched(stage: str) -> None:
     else:
         with pytest.raises(AssertionError, match="exit status -11"):
             run_in_subprocess(_touches, stage, granularity=G)
+
+
+def _read_only(touch: str) -> None:
+    import ctypes
+
+    from kvalloc.tests.conformance.conformance import ConformanceDriver
+
+    driver = ConformanceDriver()
+    g = driver.granularity
+    address = driver.reserve(2 * g)
+    page = driver.create(g)
+    for i in range(2):
+        driver.map(address + i * g, g, page)
+    driver.allow(address, g)
+    driver.allow(address + g, g, write=False)
+    ctypes.memset(address, 7, 4)
+    assert ctypes.string_at(address + g, 4) == b"\7" * 4
+    print("ready", flush=True)
+    if touch == "write":
+        ctypes.memset(address + g, 1, 4)
+
+
+@pytest.mark.parametrize("touch", ["read", "write"])
+def test_read_only_memory_dies_of_a_write_alone(touch: str) -> None:
+    if touch == "read":
+        assert run_in_subprocess(_read_only, touch, granularity=G) == "ready\n"
+    else:
+        with pytest.raises(AssertionError, match="exit status -11\nready"):
+            run_in_subprocess(_read_only, touch, granularity=G)
+
+
+def _no_less_access_under_work() -> None:
+    from kvalloc.tests.conformance.conformance import ConformanceDriver, Library
+    from kvalloc.vmm.driver import DriverError
+
+    library, driver = Library(), ConformanceDriver()
+    g = driver.granularity
+    address = driver.reserve(g)
+    driver.map(address, g, driver.create(g))
+    driver.allow(address, g, write=False)
+    library.launch(address, g)
+    driver.allow(address, g)  # more is no harm
+    try:
+        driver.allow(address, g, write=False)
+    except DriverError as error:
+        print(error)
+
+
+def test_access_is_not_taken_from_queued_work() -> None:
+    said = run_in_subprocess(_no_less_access_under_work, granularity=G)
+    assert said == "cuMemSetAccess: CUDA_ERROR_ILLEGAL_ADDRESS\n"
 
 
 def _aliases() -> None:

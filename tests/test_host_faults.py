@@ -24,6 +24,10 @@ peek(address); driver.close(); say("ready"); peek(address)""",
     "guard zero: write to an unmapped address": """
 driver = HostDriver(G, "zero"); address = driver.reserve(G)
 assert peek(address) == 0; say("ready"); ctypes.memset(address, 0, 1)""",
+    "write to a page that may be read alone": """
+driver = HostDriver(G); address = mapped(driver, 1)
+ctypes.memset(address, 7, 1); driver.allow(address, G, write=False)
+assert peek(address) == 7; say("ready"); ctypes.memset(address, 0, 1)""",
     "a forked child reads the parent's memory": """
 driver = HostDriver(G); address = mapped(driver, 1)
 if os.fork() == 0:

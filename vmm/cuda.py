@@ -101,6 +101,11 @@ class CudaDriver:
         return self._granularity
 
     @property
+    def reads_zeros(self) -> bool:
+        """Never: a GPU faults."""
+        return False
+
+    @property
     def bytes_in_use(self) -> int:
         """Physical memory that handles and mappings hold."""
         mapped = {handle: num_bytes for num_bytes, handle in list(self._mapped.values())}
@@ -165,11 +170,12 @@ class CudaDriver:
             self._call("cuMemMap", address, num_bytes, 0, handle, 0)
             self._mapped[address] = (num_bytes, handle)
 
-    def allow(self, address: int, num_bytes: int) -> None:
-        """Make a run of adjacent mappings readable and writable, for the peers too."""
+    def allow(self, address: int, num_bytes: int, *, write: bool = True) -> None:
+        """Make a run of adjacent mappings readable, and writable or not, for the peers too."""
         self._check_sizes("allow", address, num_bytes)
+        access = self._access[write]
         with self._verb("allow"), self._physical(num_bytes):
-            self._call("cuMemSetAccess", address, num_bytes, self._access, len(self._access))
+            self._call("cuMemSetAccess", address, num_bytes, access, len(access))
 
     def unmap(self, address: int, num_bytes: int) -> None:
         """Remove whole mappings from a run of addresses; touching them faults again.

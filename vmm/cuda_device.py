@@ -79,10 +79,17 @@ class CudaDevice:
             properties.requestedHandleTypes = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         return properties
 
-    def access(self, peers: Sequence[int]) -> list[Any]:
-        """``CUmemAccessDesc`` of this device and its peers, all of them to read and write."""
-        names = self.call.names
-        grants = []
+    def access(self, peers: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """``CUmemAccessDesc`` of this device and its peers: to read, and to read and write."""
+        flags = self.call.names.CUmemAccess_flags
+        devices = self._reachable(peers)
+        return (
+            self._grants(devices, flags.CU_MEM_ACCESS_FLAGS_PROT_READ),
+            self._grants(devices, flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE),
+        )
+
+    def _reachable(self, peers: Sequence[int]) -> list[int]:
+        """This device and its peers, which must be able to reach it."""
         for device in (self.ordinal, *peers):
             if device != self.ordinal and not self.call(
                 "cuDeviceCanAccessPeer", device, self.ordinal
@@ -91,9 +98,14 @@ class CudaDevice:
                     f"Device {device} cannot reach the memory of device {self.ordinal}: leave it "
                     "out of peers."
                 )
-            grant = names.CUmemAccessDesc()
+        return [self.ordinal, *peers]
+
+    def _grants(self, devices: Sequence[int], flags: Any) -> list[Any]:
+        grants = []
+        for device in devices:
+            grant = self.call.names.CUmemAccessDesc()
             grant.location = self._location(device)
-            grant.flags = names.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            grant.flags = flags
             grants.append(grant)
         return grants
 

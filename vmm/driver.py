@@ -35,6 +35,11 @@ class Driver(Protocol):
         ...
 
     @property
+    def reads_zeros(self) -> bool:
+        """Unmapped reserved addresses read as zeros by themselves; otherwise they fault."""
+        ...
+
+    @property
     def num_views(self) -> int:
         """Tensors (storages: slices share one) over the driver's ranges that are alive."""
         ...
@@ -62,8 +67,8 @@ class Driver(Protocol):
         """Map a whole page at an unmapped address. Grants no access."""
         ...
 
-    def allow(self, address: int, num_bytes: int) -> None:
-        """Make a run of adjacent mappings readable and writable: one call per run."""
+    def allow(self, address: int, num_bytes: int, *, write: bool = True) -> None:
+        """Make a run of adjacent mappings readable, and writable or not: one call per run."""
         ...
 
     def unmap(self, address: int, num_bytes: int) -> None:

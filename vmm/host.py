@@ -87,6 +87,11 @@ class HostDriver:
         return self._granularity
 
     @property
+    def reads_zeros(self) -> bool:
+        """Made with ``guard="zero"``."""
+        return self._idle == system.PROT_READ
+
+    @property
     def bytes_in_use(self) -> int:
         """Physical memory that handles and mappings hold."""
         return self._file.bytes_in_use
@@ -152,22 +157,25 @@ class HostDriver:
             area.num_mapped += 1
             self.num_calls["map"] += 1
 
-    def allow(self, address: int, num_bytes: int) -> None:
-        """Make a run of adjacent mappings readable and writable: one call per run.
+    def allow(self, address: int, num_bytes: int, *, write: bool = True) -> None:
+        """Make a run of adjacent mappings readable, and writable or not: one call per run.
 
-        The run is entered into the page tables too, so that the first write does not pay for it.
+        To be written, it is entered into the page tables too: the first write must not pay for it.
         """
         self._check_sizes("allow", address, num_bytes)
         with self._lock:
             self._check_open("allow")
             self._space.find("allow", address, num_bytes)
             self._book.run("allow", address, num_bytes)
-            if self._libc.mprotect(address, num_bytes, system.PROT_READ_WRITE):
+            rights = system.PROT_READ_WRITE if write else system.PROT_READ
+            if self._libc.mprotect(address, num_bytes, rights):
                 raise system.failure("allow", num_bytes)
             self.num_calls["allow"] += 1
         # Outside the lock: this is what takes time, and it changes no book.
-        if self._libc.can_populate and self._libc.madvise(
-            address, num_bytes, system.MADV_POPULATE_WRITE
+        if (
+            write
+            and self._libc.can_populate
+            and self._libc.madvise(address, num_bytes, system.MADV_POPULATE_WRITE)
         ):
             raise system.failure("allow", num_bytes)
 

@@ -188,9 +188,9 @@ class Library:
         properties.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         return properties
 
-    def access(self) -> Any:
-        """To read and write, for device 0."""
+    def access(self, rights: str = "READWRITE") -> Any:
+        """To read and write, or to ``READ``, for device 0."""
         access = self.cuda.CUmemAccessDesc()
         access.location.type = self.cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.flags = self.cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        access.flags = getattr(self.cuda.CUmemAccess_flags, f"CU_MEM_ACCESS_FLAGS_PROT_{rights}")
         return access

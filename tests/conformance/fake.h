@@ -2,8 +2,8 @@
  *
  * It shows that the calls are right - what is called, in which order, with which arguments, and
  * what happens when one of them fails. It does not show how a GPU behaves: there are no kernels,
- * no time, no caches. "Device memory" is a memfd; a mapping that was granted access is readable
- * and writable at its address, any other address of a reservation kills the process.
+ * no time, no caches. "Device memory" is a memfd; a mapping that was granted access is readable,
+ * and writable if granted, at its address, any other address of a reservation kills the process.
  *
  * Where CUDA's documentation leaves room, the stricter reading is taken.
  */
@@ -72,10 +72,10 @@ struct location { int32_t type, id; };
 struct page {
     uint64_t id, size, offset;
     int device, handle_types, is_held;
+    int file, is_imported; /* where it lies; a shareable one has a file of its own */
     long mappings;
     struct page *next;
 };
-extern int file; /* where the pages lie */
 static inline int is_aligned(uint64_t value) { return value % settings.granularity == 0; }
 struct page *find_page(uint64_t handle); /* NULL: unknown or released */
 void drop_if_unused(struct page *page);

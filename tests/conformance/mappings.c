@@ -80,7 +80,7 @@ static int do_cuMemMap(
     if (flags || offset || !is_aligned(address) || !page || size != page->size)
         return INVALID_VALUE;
     if (!is_reserved(address, size) || overlaps_mapping(address, size)) return INVALID_VALUE;
-    if (mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, file,
+    if (mmap((void *)address, size, PROT_NONE, MAP_SHARED | MAP_FIXED, page->file,
              (off_t)page->offset) == MAP_FAILED)
         return OUT_OF_MEMORY;
     struct mapping *mapping = calloc(1, sizeof *mapping);
@@ -104,9 +104,15 @@ static int is_run(uint64_t start, uint64_t size) {
     return size && covered == size;
 }
 
+/* Would a grant take something away from work that is queued? */
+static int takes_from_work(const struct mapping *m, const struct access *a) {
+    return (m->access[a->location.id] & ~a->flags) && is_in_use(m->start, m->size);
+}
+
 static int do_cuMemSetAccess(
     uint64_t address, size_t size, const struct access *access, size_t count) {
-    note("%#lx+%zu devices=%zu", (unsigned long)address, size, count);
+    note("%#lx+%zu devices=%zu flags=%d", (unsigned long)address, size, count,
+         access && count ? access[0].flags : 0);
     if (!access || !count || !is_run(address, size)) return INVALID_VALUE;
     for (size_t i = 0; i < count; i++) {
         const struct access *a = &access[i];
@@ -114,9 +120,10 @@ static int do_cuMemSetAccess(
         if (a->flags != 0 && a->flags != READ && a->flags != READ_WRITE) return INVALID_VALUE;
         if (!is_device(a->location.id)) return INVALID_DEVICE;
         for (struct mapping *m = mappings; m; m = m->next)
-            if (m->start >= address && m->start < address + size
-                && !reaches(a->location.id, m->page->device))
-                return INVALID_DEVICE;
+            if (m->start >= address && m->start < address + size) {
+                if (!reaches(a->location.id, m->page->device)) return INVALID_DEVICE;
+                if (takes_from_work(m, a)) return ILLEGAL_ADDRESS;
+            }
     }
     for (struct mapping *m = mappings; m; m = m->next) {
         if (m->start < address || m->start >= address + size) continue;

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 struct properties {
@@ -21,7 +22,7 @@ enum { PINNED = 1, POSIX_FD = 1 };
 static struct page *pages;
 static uint64_t next_id = 0x101, next_offset;
 static uint64_t used[MAX_DEVICES];
-int file = -1;
+static int file = -1; /* where all but the shareable pages lie */
 
 static int check_properties(const struct properties *p) {
     if (!p || p->type != PINNED || p->location.type != DEVICE) return INVALID_VALUE;
@@ -41,14 +42,24 @@ API(cuMemGetAllocationGranularity, DRIVER,
     (size_t *g, const struct properties *p, int recommended), (g, p, recommended))
 
 /* Fresh memory is not zero: all bits set reads as NaN in every floating type. */
-static int back(const struct page *page) {
+static int back(struct page *page) {
     static char ones[1 << 16];
     memset(ones, 0xff, sizeof ones);
-    if (file < 0 && (file = memfd_create("conformance", MFD_CLOEXEC)) < 0) return UNKNOWN;
-    if (ftruncate(file, (off_t)next_offset)) return UNKNOWN;
+    if (page->handle_types & POSIX_FD) {
+        page->offset = 0;
+        if ((page->file = memfd_create("shareable", MFD_CLOEXEC)) < 0) return UNKNOWN;
+        if (ftruncate(page->file, (off_t)page->size)) return UNKNOWN;
+    } else {
+        if (file < 0 && (file = memfd_create("conformance", MFD_CLOEXEC)) < 0) return UNKNOWN;
+        page->file = file;
+        page->offset = next_offset;
+        next_offset += page->size;
+        if (ftruncate(file, (off_t)next_offset)) return UNKNOWN;
+    }
     for (uint64_t done = 0; done < page->size; done += sizeof ones) {
         uint64_t rest = page->size - done, part = rest < sizeof ones ? rest : sizeof ones;
-        if (pwrite(file, ones, part, (off_t)(page->offset + done)) != (ssize_t)part) return UNKNOWN;
+        if (pwrite(page->file, ones, part, (off_t)(page->offset + done)) != (ssize_t)part)
+            return UNKNOWN;
     }
     return SUCCESS;
 }
@@ -62,9 +73,8 @@ static int do_cuMemCreate(
     if (!handle || flags || !size || !is_aligned(size)) return INVALID_VALUE;
     if (size > settings.memory - used[device]) return OUT_OF_MEMORY;
     struct page *page = calloc(1, sizeof *page);
-    *page = (struct page){.id = next_id, .size = size, .offset = next_offset, .device = device,
-                          .handle_types = properties->handle_types, .is_held = 1, .next = pages};
-    next_offset += size;
+    *page = (struct page){.id = next_id, .size = size, .device = device, .is_held = 1,
+                          .handle_types = properties->handle_types, .next = pages};
     if ((code = back(page))) {
         free(page);
         return code;
@@ -91,9 +101,12 @@ void drop_if_unused(struct page *page) {
     struct page **link = &pages;
     while (*link != page) link = &(*link)->next;
     *link = page->next;
-    used[page->device] -= page->size;
-    fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)page->offset,
-              (off_t)page->size);
+    if (!page->is_imported) used[page->device] -= page->size;
+    if (page->handle_types & POSIX_FD)
+        close(page->file);
+    else
+        fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)page->offset,
+                  (off_t)page->size);
     free(page);
 }
 
@@ -111,11 +124,28 @@ static int do_cuMemExportToShareableHandle(void *out, uint64_t handle, int type,
     struct page *page = find_page(handle);
     if (!out || !page || flags || type != POSIX_FD || !(page->handle_types & POSIX_FD))
         return INVALID_VALUE;
-    *(int *)out = fcntl(file, F_DUPFD_CLOEXEC, 0);
+    *(int *)out = fcntl(page->file, F_DUPFD_CLOEXEC, 0);
     return *(int *)out < 0 ? UNKNOWN : SUCCESS;
 }
 API(cuMemExportToShareableHandle, CONTEXT, (void *out, uint64_t handle, int type, uint64_t flags),
     (out, handle, type, flags))
+
+/* The memory counts where it was created; here it is a handle more. */
+static int do_cuMemImportFromShareableHandle(uint64_t *handle, void *descriptor, int type) {
+    struct stat status;
+    int given = (int)(intptr_t)descriptor;
+    if (!handle || type != POSIX_FD || fstat(given, &status)) return INVALID_VALUE;
+    if (!status.st_size || !is_aligned((uint64_t)status.st_size)) return INVALID_VALUE;
+    struct page *page = calloc(1, sizeof *page);
+    *page = (struct page){.id = next_id, .size = (uint64_t)status.st_size, .handle_types = POSIX_FD,
+                          .device = current_device(), .is_held = 1, .is_imported = 1,
+                          .file = fcntl(given, F_DUPFD_CLOEXEC, 0), .next = pages};
+    pages = page;
+    *handle = next_id++;
+    return SUCCESS;
+}
+API(cuMemImportFromShareableHandle, CONTEXT, (uint64_t *handle, void *descriptor, int type),
+    (handle, descriptor, type))
 
 static int do_cuMemGetInfo(size_t *free_bytes, size_t *total) {
     if (!free_bytes || !total) return INVALID_VALUE;
