@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from kvalloc.contract import OutOfMemory
@@ -10,6 +10,7 @@ from kvalloc.geometry import KVGeometry, LayerShape
 from kvalloc.tests.cache_walk import Walk
 from kvalloc.vmm import VmmKVCache
 from kvalloc.vmm.driver import Driver, DriverError
+from kvalloc.vmm.guard import GUARD_TOKENS
 
 PAGE = 4096
 # 128 bytes per token and tensor: 32 tokens in a page of 4,096.
@@ -54,6 +55,9 @@ class Scene:
         self.cache.truncate(seq, tokens)
         del self.walk.tokens[seq][tokens:]
 
+    def reclaim(self) -> None:
+        self.cache.reclaim()
+
     def offload(self, seq: int) -> None:
         self.cache.offload(seq)
         self.walk.away[seq] = self.walk.tokens.pop(seq)
@@ -83,6 +87,7 @@ class Scenario:
 
 
 SCRUB = {"scrub": True}
+GUARD = {"guard": "zero"}
 SHARED: list[Step] = [("admit", 1, 70), ("fork", 1, 2), ("grow", 1, 2)]
 WINDOW: list[Step] = [("admit", 1, 96), ("admit", 2, 64), ("grow", 1, 2)]
 SCENARIOS = {
@@ -118,7 +123,15 @@ SCENARIOS = {
     ),
     "release beside a holder": Scenario(SHARED, ("release", 1)),
     "release past a window": Scenario(WINDOW, ("release", 1), geometry=WINDOWED),
+    "reclaim": Scenario(
+        [("admit", 1, 100), ("admit", 2, 40), ("truncate", 1, 33), ("release", 2)], ("reclaim",)
+    ),
     "interleaved": Scenario(SHARED, ("admit", 3, 70), options={"layout": "interleaved"}),
+}
+
+GUARDED = {
+    f"{name}, zeros behind": replace(scenario, options=scenario.options | GUARD)
+    for name, scenario in SCENARIOS.items()
 }
 
 
@@ -142,6 +155,19 @@ class Faults(Protocol):
         ...
 
 
+def zeros_of(cache: VmmKVCache) -> int:
+    """Mappings of the page of zeros that the books ask for, its own address included."""
+    if cache._space._zero is None:
+        return 0
+    plan, num = cache._space._plan, 1
+    for g, group in enumerate(cache.groups):
+        run = plan.run_bytes[plan.columns[g][0].reservation] // PAGE
+        reach = -(-GUARD_TOKENS * group.token_bytes // PAGE)
+        for ready, gone in zip(cache._ready[g].tolist(), cache._gone[g].tolist(), strict=True):
+            num += min(reach, run - ready) * group.columns * (ready > gone)
+    return num
+
+
 def fails_at(scenario: Scenario, driver: Driver, faults: Faults, n: int) -> tuple[bool, bool]:
     """Play a scenario while its n-th call fails.
 
@@ -158,11 +184,12 @@ def fails_at(scenario: Scenario, driver: Driver, faults: Faults, n: int) -> tupl
     def check() -> None:
         cache.check_invariants()
         walk.read_back()
-        expected = 0
+        expected, num_created = zeros_of(cache), cache.physical.num_created
+        num_created += expected > 0
         for ready, gone, group in zip(cache._ready, cache._gone, cache.groups, strict=True):
             expected += int((ready - gone).sum()) * group.columns
         assert faults.num_mapped() == expected, "mappings differ from the books"
-        assert faults.bytes_in_use() == cache.physical.num_created * PAGE, "memory without a page"
+        assert faults.bytes_in_use() == num_created * PAGE, "memory without a page"
 
     check()
     before = cache.usage()._replace(warm=0)
@@ -188,9 +215,9 @@ def fails_at(scenario: Scenario, driver: Driver, faults: Faults, n: int) -> tupl
     return failed, refused
 
 
-def closing_fails_at(driver: Driver, faults: Faults, n: int) -> tuple[bool, bool]:
+def closing_fails_at(driver: Driver, faults: Faults, n: int, **options: Any) -> tuple[bool, bool]:
     """Close a cache that holds all there is while a call fails; closing again ends it."""
-    scene = Scene(Scenario([], (), geometry=WINDOWED, options=SCRUB).make(driver))
+    scene = Scene(Scenario([], (), geometry=WINDOWED, options=SCRUB | options).make(driver))
     scene.admit(1, 70, topic=7)
     scene.fork(1, 2)
     scene.grow(1, 2)
@@ -208,9 +235,9 @@ def closing_fails_at(driver: Driver, faults: Faults, n: int) -> tuple[bool, bool
     return faults.has_failed(), refused
 
 
-def making_fails_at(driver: Driver, faults: Faults, n: int) -> tuple[bool, bool]:
+def making_fails_at(driver: Driver, faults: Faults, n: int, **options: Any) -> tuple[bool, bool]:
     """Make a cache while a call fails; nothing is left of it, and the next try works."""
-    scenario = Scenario([], ())
+    scenario = Scenario([], (), options=options)
     refused = False
     faults.arm(n)
     try:

@@ -84,12 +84,15 @@ def _made_for_the_device() -> None:
     print(refusal())
     print(refusal(device="meta"))
     with patch.object(cuda, "CudaDriver", ConformanceDriver):
-        print(refusal(guard="zero"))
         with patch.object(torch.cuda, "is_available", lambda: True):
             print(refusal(device="cuda:0", page_bytes=4096))
             cache = VmmKVCache(geometry, 1 << 20, 1 << 16, device="cuda:0")
             assert isinstance(cache.physical.driver, ConformanceDriver)
             cache.admit("a", 1)
+            cache.close()
+            cache = VmmKVCache(geometry, 1 << 20, 1 << 16, device="cuda:0", guard="zero")
+            cache.admit("a", 1)
+            assert not cache.view(0, ["a"]).k[512:768].any()
             cache.close()
     assert not any(Library().alive().values()), "its own driver is closed with it"
 
@@ -98,8 +101,6 @@ def test_a_driver_is_made_for_the_device_or_refused_in_one_sentence() -> None:
     assert run_in_subprocess(_made_for_the_device, granularity=1 << 16).splitlines() == [
         "DriverError: torch finds no GPU here: use device='cpu'",
         "ValueError: no driver for meta: use cpu or cuda",
-        "ValueError: guard 'zero' is not offered on a GPU, where reads of unmapped addresses "
-        "fault: use guard='fault'",
         "ValueError: pages of 4096 bytes are no multiple of the driver's granularity, 65536; "
         "choose a page size that is",
     ]

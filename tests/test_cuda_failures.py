@@ -14,13 +14,14 @@ from kvalloc.contract import OutOfMemory
 from kvalloc.tests.conformance.conformance import run_in_subprocess
 from kvalloc.tests.failing_driver import VERBS, FailingDriver
 from kvalloc.tests.failure_script import (
+    GUARD,
+    GUARDED,
     PAGE,
     SCENARIOS,
     closing_fails_at,
     fails_at,
     making_fails_at,
 )
-from kvalloc.vmm.driver import Driver
 from kvalloc.vmm.host import HostDriver
 
 FULL = OutOfMemory(1, 0, 0, unit="pages")
@@ -48,33 +49,35 @@ class HostFaults:
 
 
 @pytest.mark.parametrize("error", [None, FULL], ids=["broken", "full"])
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [*SCENARIOS, *GUARDED])
 def test_a_failing_verb_of_the_host_driver_leaves_no_trace(
     name: str, error: Exception | None
 ) -> None:
     """Cases 9 and 36."""
-    if error is not None and name.startswith(("offload", "release")):
+    if error is not None and name.startswith(("offload", "release", "reclaim")):
         pytest.skip("takes no memory")
+    scenarios = SCENARIOS | GUARDED
     n, failed, num_refused = 0, True, 0
     while failed:
         n += 1
         faults = HostFaults(error)
-        failed, refused = fails_at(SCENARIOS[name], faults.driver, faults, n)
+        failed, refused = fails_at(scenarios[name], faults.driver, faults, n)
         num_refused += refused
         faults.driver.close()
     assert n > 1, "the scenario makes driver calls"
     assert num_refused or error, "and tells when they fail"
 
 
+@pytest.mark.parametrize("options", [{}, GUARD], ids=["fault", "zero"])
 @pytest.mark.parametrize("play", [closing_fails_at, making_fails_at])
 def test_failing_to_make_or_close_leaves_nothing(
-    play: Callable[[Driver, HostFaults, int], tuple[bool, bool]],
+    play: Callable[..., tuple[bool, bool]], options: dict[str, str]
 ) -> None:
     n, failed, num_refused = 0, True, 0
     while failed:
         n += 1
         faults = HostFaults()
-        failed, refused = play(faults.driver, faults, n)
+        failed, refused = play(faults.driver, faults, n, **options)
         num_refused += refused
         assert not faults.inner._space._ranges
         assert faults.num_mapped() == faults.bytes_in_use() == faults.inner.num_views == 0
@@ -103,6 +106,7 @@ def _every_call(names: list[str], code: int) -> None:
             return library.count("bytes")
 
     logging.disable()  # a window that cannot let go of pages warns
+    scenarios = failure_script.SCENARIOS | failure_script.GUARDED
     library = Library()
     library.call("cuInit", 0)
     # Current already, so that no verb has to switch: a switch back that fails would come after
@@ -114,10 +118,12 @@ def _every_call(names: list[str], code: int) -> None:
         while failed:
             n += 1
             faults, driver = LibraryFaults(), ConformanceDriver()
-            if name in others:
-                failed, refused = others[name](driver, faults, n)
+            verb, _, guard = name.partition(", ")
+            if verb in others:
+                options = failure_script.GUARD if guard else {}
+                failed, refused = others[verb](driver, faults, n, **options)
             else:
-                scenario = failure_script.SCENARIOS[name]
+                scenario = scenarios[name]
                 failed, refused = failure_script.fails_at(scenario, driver, faults, n)
             num_refused += refused
             faults.arm(0)
@@ -129,6 +135,7 @@ def _every_call(names: list[str], code: int) -> None:
 
 
 NAMES = [*SCENARIOS, "close", "make"]
+GUARDED_NAMES = [*GUARDED, "close, zeros behind", "make, zeros behind"]
 
 
 @pytest.mark.parametrize("code", [2, 999], ids=["memory", "unknown"])
@@ -136,3 +143,9 @@ NAMES = [*SCENARIOS, "close", "make"]
 def test_a_failing_call_of_cuda_leaves_no_trace(part: int, code: int) -> None:
     """Cases 9, 31 and 36: counted by the library."""
     run_in_subprocess(_every_call, NAMES[part::4], code, granularity=PAGE, memory=1 << 20)
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_a_failing_call_of_cuda_leaves_no_trace_with_zeros_behind(part: int) -> None:
+    names = GUARDED_NAMES[part::10]
+    run_in_subprocess(_every_call, names, 999, granularity=PAGE, memory=1 << 20)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Literal
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from ..tensors import (
 )
 from .devices import make_driver
 from .driver import Driver, DriverError
+from .guard import GUARD_TOKENS, Guard, check_guard, lays_zeros
 from .locked import LockedVmmAllocator
 from .mapper import Mapper
 from .physical import PhysicalPool
@@ -53,15 +53,21 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
     driver
         Where the memory comes from. None makes one for the device, which closes with the cache.
     guard
-        Of the driver made here: what a read of unmapped addresses does, see ``HostDriver``.
+        What reads past the end of a sequence meet: ``"fault"``, a fault where nothing is mapped
+        (unless the ``driver`` was made to read zeros); ``"zero"``, for kernels that load whole
+        tiles: up to ``GUARD_TOKENS`` tokens past its end lie the sequence's own pages, then
+        zeros, never another sequence. Where the driver faults, the cache lays the zeros itself,
+        with one page of memory beside the pool's.
     scrub
-        Overwrite pages with zeros when their last holder gives them up.
+        Overwrite pages with zeros when their last holder gives them up. Together with
+        ``guard="zero"`` a tile meets no remains either (which may be NaN).
     max_rows
         Most sequences at a time. None: twice as many as could have a page in each buffer,
         within 16 TiB of addresses. Having no row left is a refusal, never ``fragmented``.
     ahead_tokens, ahead_pages
         Let a thread map ``ahead_pages`` further pages per buffer for sequences that are within
-        ``ahead_tokens`` tokens of a page boundary; 0 tokens: no thread.
+        ``ahead_tokens`` tokens of a page boundary; 0 tokens: no thread. Refused where the cache
+        lays zeros, which must not be replaced beside running kernels.
 
     Attributes
     ----------
@@ -83,7 +89,7 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
         device: torch.device | str = "cpu",
         pool: PhysicalPool | None = None,
         driver: Driver | None = None,
-        guard: Literal["fault", "zero"] = "fault",
+        guard: Guard = "fault",
         scrub: bool = False,
         max_rows: int | None = None,
         ahead_tokens: int = 0,
@@ -91,6 +97,7 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
     ) -> None:
         if count("ahead_tokens", ahead_tokens) and count("ahead_pages", ahead_pages) < 1:
             raise ValueError("mapping ahead needs at least one page: give ahead_pages >= 1")
+        check_guard(guard)
         self.mapper: Mapper | None = None
         torch_dtype(geometry)  # refuses a latent
         self.scrub = scrub
@@ -113,7 +120,8 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
                 limit=limit,
                 pool=pool,
             )
-            self._make_rows(max_rows)
+            spare_tokens = GUARD_TOKENS if guard == "zero" else 0
+            self._make_rows(max_rows, spare_tokens, lays_zeros(guard, pool.driver, ahead_tokens))
             undo.pop_all()
         self.device = self._space.k[0].device
         self._group_of = {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
@@ -122,20 +130,27 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
         if ahead_tokens:
             self.mapper = Mapper(self, ahead_tokens, ahead_pages)
 
-    def _make_rows(self, max_rows: int | None) -> None:
-        """Reserve the addresses of all rows."""
+    def _make_rows(self, max_rows: int | None, spare_tokens: int, guarded: bool) -> None:
+        """Reserve the addresses of all rows, each with some that no sequence ever uses."""
         if self.limit is None and any(group.window for group in self.groups):
             self.limit = self.capacity  # windows let a sequence outgrow the memory, not its row
         tokens = self.capacity if self.limit is None else self.limit
         if not any(group.window for group in self.groups):
             tokens = min(tokens, self.capacity)
-        plan = plan_rows(self.geometry, self.buffers, self.page_bytes, tokens)
+        plan = plan_rows(self.geometry, self.buffers, self.page_bytes, tokens + spare_tokens)
         if max_rows is None:
             paged = 2 * self.pool.num_pages // self.num_columns + 8
             max_rows = min(paged, most_rows(plan))
         self.max_rows = count("max_rows", max_rows)
         self._places = plan.places
-        self._space = RowSpace(self.geometry, plan, self.max_rows, self.physical, scrub=self.scrub)
+        self._space = RowSpace(
+            self.geometry,
+            plan,
+            self.max_rows,
+            self.physical,
+            scrub=self.scrub,
+            guarded=guarded,
+        )
 
     # ------------------------------------------------------------------ reading and writing
 
@@ -194,6 +209,8 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
 
     def _attach(self, row: int, g: int, begin: int, end: int) -> None:
         """Map the pages of the table, one access grant per column; all or nothing."""
+        if self._space.is_guarded(row, g, begin, end):
+            self.physical.driver.wait(self.physical.driver.fence())
         self._space.map(row, g, begin, self._pages_of(row, g, begin, end))
 
     def _detach(self, row: int, g: int, begin: int, end: int) -> None:

@@ -19,7 +19,7 @@ class Reservation:
         self.page_bytes = page_bytes
         self.address = driver.reserve(num_bytes)
 
-    def map(self, offset: int, handles: Sequence[int]) -> None:
+    def map(self, offset: int, handles: Sequence[int], *, write: bool = True) -> None:
         """Map pages side by side from a byte offset, then allow access to the run in one call."""
         driver, size = self._driver, self.page_bytes
         start = self.address + offset
@@ -28,16 +28,16 @@ class Reservation:
             for handle in handles:
                 driver.map(at, size, handle)
                 at += size
-            driver.allow(start, at - start)
+            driver.allow(start, at - start, write=write)
         except BaseException:
             while at > start:
                 at -= size
                 driver.unmap(at, size)
             raise
 
-    def unmap(self, offset: int, num_pages: int) -> None:
-        """Take away the pages of a run."""
-        self._driver.unmap(self.address + offset, num_pages * self.page_bytes)
+    def unmap(self, offset: int, handles: Sequence[int]) -> None:
+        """Undo ``map``."""
+        self._driver.unmap(self.address + offset, len(handles) * self.page_bytes)
 
     def free(self) -> None:
         """Give the addresses back; nothing may be mapped any more."""

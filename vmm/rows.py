@@ -48,6 +48,10 @@ class RowPlan:
 
     row_bytes: list[int] = field(default_factory=list)
     """Bytes per row of each reservation."""
+    run_bytes: list[int] = field(default_factory=list)
+    """Bytes of consecutive tokens within a row of each: the row, or one head's part of it."""
+    token_bytes: list[int] = field(default_factory=list)
+    """Distance of tokens in such a run."""
     columns: list[list[Column]] = field(default_factory=list)
     """By group and column, in the order of the allocator's buffers."""
     places: dict[tuple[int, int], Place] = field(default_factory=dict)
@@ -80,6 +84,8 @@ def _add(plan: RowPlan, geometry: KVGeometry, buffer: Buffer, run: int) -> Colum
     reservation = len(plan.row_bytes)
     heads = geometry.layers[buffer.layers[0]].kv_heads if buffer.head == 0 else 1
     plan.row_bytes.append(heads * run)
+    plan.run_bytes.append(run)
+    plan.token_bytes.append(buffer.token_bytes)
     offset = 0
     for layer in buffer.layers:
         shape = geometry.layers[layer]

@@ -11,6 +11,7 @@ from ..pages.pool import PageIds
 from ..tensors import torch_dtype
 from .dlpack import Views
 from .driver import DriverError
+from .guard import GUARD_TOKENS, GuardedReservation, ZeroPage
 from .physical import PhysicalPool
 from .reservation import Reservation
 from .rows import RowPlan
@@ -40,6 +41,8 @@ class RowSpace:
         Where the pages and the driver come from.
     scrub
         Zero pages that were created for this space: drivers do not promise that they are.
+    guarded
+        Lay zeros behind what is mapped, as far as a tile of ``GUARD_TOKENS`` tokens reaches.
 
     Attributes
     ----------
@@ -55,6 +58,7 @@ class RowSpace:
         pool: PhysicalPool,
         *,
         scrub: bool = False,
+        guarded: bool = False,
     ) -> None:
         # First of all attributes: who is dropped without ``close`` loses its tensors before its
         # driver, which returns its memory only if nobody looks at it.
@@ -67,14 +71,33 @@ class RowSpace:
         self._scrub = scrub
         self._views = Views()
         self._reservations: list[Reservation] = []
+        self._zero: ZeroPage | None = None
         with ExitStack() as undo:
-            for row_bytes in plan.row_bytes:
-                made = Reservation(pool.driver, row_bytes * num_rows, pool.page_bytes)
+            if guarded:
+                self._zero = ZeroPage(pool.driver, pool.page_bytes)
+                undo.callback(self._zero.close)
+            for i in range(len(plan.row_bytes)):
+                made = self._reserve(i, num_rows)
                 self._reservations.append(made)
                 undo.callback(made.free)
             undo.callback(self._drop_tensors)
             self._make_tensors()
             undo.pop_all()
+
+    def _reserve(self, i: int, num_rows: int) -> Reservation:
+        """The i-th reservation, for all rows."""
+        plan, driver, size = self._plan, self._pool.driver, self._pool.page_bytes
+        num_bytes = plan.row_bytes[i] * num_rows
+        if self._zero is None:
+            return Reservation(driver, num_bytes, size)
+        return GuardedReservation(
+            driver,
+            num_bytes,
+            size,
+            zero=self._zero,
+            run_pages=plan.run_bytes[i] // size,
+            reach=-(-GUARD_TOKENS * plan.token_bytes[i] // size),
+        )
 
     def _make_tensors(self) -> None:
         """One storage per reservation, seen as bytes and as K and V of layers."""
@@ -116,16 +139,16 @@ class RowSpace:
         """
         if self._scrub:
             self._pool.unclean[pages] |= self._pool.lacking(pages)
-        done: list[tuple[Reservation, int, int]] = []
+        done: list[tuple[Reservation, int, list[int]]] = []
         try:
             for reservation, at, handles in self._runs(row, g, begin, pages):
                 reservation.map(at, handles)
-                done.append((reservation, at, len(handles)))
+                done.append((reservation, at, handles))
             if self._pool.unclean[pages].nonzero()[0].size:
                 self._clean(row, g, begin, pages)
         except BaseException:
-            for reservation, at, num_pages in reversed(done):
-                reservation.unmap(at, num_pages)
+            for reservation, at, handles in reversed(done):
+                reservation.unmap(at, handles)
             raise
 
     def unmap(self, row: int, g: int, begin: int, pages: PageIds) -> None:
@@ -133,12 +156,22 @@ class RowSpace:
         done: list[tuple[Reservation, int, list[int]]] = []
         try:
             for reservation, at, handles in self._runs(row, g, begin, pages):
-                reservation.unmap(at, len(handles))
+                reservation.unmap(at, handles)
                 done.append((reservation, at, handles))
         except BaseException:
             for reservation, at, handles in reversed(done):
                 reservation.map(at, handles)
             raise
+
+    def is_guarded(self, row: int, g: int, begin: int, end: int) -> bool:
+        """Whether zeros lie where pages are to go; nothing queued may still read them then."""
+        if self._zero is None:
+            return False
+        spots = (self._at(row, g, c, begin) for c in range(len(self._plan.columns[g])))
+        return any(
+            isinstance(reservation, GuardedReservation) and reservation.is_guarded(at, end - begin)
+            for reservation, at in spots
+        )
 
     def _runs(
         self, row: int, g: int, begin: int, pages: PageIds
@@ -208,3 +241,5 @@ class RowSpace:
         while self._reservations:
             self._reservations[-1].free()
             self._reservations.pop()
+        if self._zero is not None:
+            self._zero.close()
