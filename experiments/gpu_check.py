@@ -41,11 +41,12 @@ class Stage:
 STAGES = (
     Stage("driver", 0.10, is_dry=True),
     Stage("vmm", 0.10, is_dry=True),
-    Stage("guard", 0.10),
+    Stage("guard", 0.10, is_dry=True),
     Stage("flash", 0.15),
-    Stage("paged", 0.20),
+    Stage("paged", 0.15),
     Stage("attention", 0.20),
     Stage("trace", 0.10),
+    Stage("sharing", 0.05, is_dry=True),
     Stage("hf", 0.05),
 )
 """The most valuable first."""
@@ -129,7 +130,7 @@ def _environ(kind: str) -> dict[str, str]:
             environ["LD_LIBRARY_PATH"] = conformance.library_path(conformance.compiled())
         except conformance.CannotBuild as error:
             raise BadInput(str(error)) from error
-        environ |= {"KVALLOC_FAKE_GRANULARITY": "65536"}
+        environ |= {"KVALLOC_FAKE_GRANULARITY": "65536", "KVALLOC_FAKE_DEVICES": "2"}
     return environ
 
 

@@ -1,4 +1,4 @@
-"""gpu-check, stage guard: reading what is not mapped ends the reader, and nobody else.
+"""gpu-check, stage guard: what reads and writes past the last page of a sequence meet.
 
 A fault on a GPU leaves its process without a usable context, so each touch has its own.
 """
@@ -9,28 +9,37 @@ import os
 import signal
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
-from ..vmm.driver import Driver
-from .gpu_stage import NotHere, Report, Target, require
+from .gpu_stage import Report, Target, require
 from .gpu_vmm import make_cache, write
 
+if TYPE_CHECKING:
+    import torch
+
+    from ..vmm.cache import VmmKVCache
+
 MODULE = "kvalloc.experiments.gpu_guard"
-FAULTS = ("read", "write")
+SURVIVES = {
+    "inside": "what is mapped can be read",
+    "zero": "guard zero: a tile past the last page reads zeros",
+    "zero-grow": "guard zero: a sequence grows under queued reads of whole tiles",
+}
+FAULTS = {
+    "read": "guard fault: a read past the last page faults",
+    "write": "guard fault: a write past the last page faults",
+    "zero-write": "guard zero: a write to the zeros faults",
+    "zero-beyond": "guard zero: a read behind the zeros faults",
+}
 
 
 def run(report: Report, target: Target) -> None:
     """One child per way of touching."""
-    with report.check("what is mapped can be read"):
-        require(_touch(target, "inside") == "survived", "a read of mapped memory failed")
-    for mode in FAULTS:
-        with report.check(f"guard fault: a {mode} past the last page faults"):
+    for mode, name in (SURVIVES | FAULTS).items():
+        with report.check(name):
             ended = _touch(target, mode)
             report.add(touch=mode, ended=ended)
-            require(ended != "survived", f"a {mode} of unmapped addresses went through")
-    with report.check("guard zero: a read past the last page reads zeros"):
-        if target.kind != "cpu":
-            raise NotHere("not offered on a GPU, where such a read faults")
-        require(_touch(target, "zero") == "survived", "a read under guard zero failed")
+            require((ended == "survived") is (mode in SURVIVES), f"{mode}: {ended}")
     with report.check("this process is unharmed"):
         import torch
 
@@ -59,21 +68,19 @@ def _touch(target: Target, mode: str) -> str:
 
 def touch(kind: str, mode: str) -> None:
     """Touch memory and say what became of it; ends the process."""
-    target = Target(kind)
-    cache = make_cache(_driver(target, mode))
-    num_tokens = cache.prefix_index.unit_tokens
-    cache.admit("a", num_tokens)
-    write(cache, "a", range(num_tokens))
+    target, guard = Target(kind), "zero" if mode.startswith("zero") else "fault"
+    cache = make_cache(target.driver(), guard=guard, scrub=True)
+    length = cache.prefix_index.unit_tokens
+    cache.admit("a", length)
+    write(cache, "a", range(length))
     k = cache.view(0, ["a"]).k
     target.synchronize()
-    beyond = slice(0, 3) if mode == "inside" else slice(num_tokens, num_tokens + 3)
     print("touching", flush=True)
     try:
-        if mode == "write":
-            k[beyond] = 1
+        if mode == "zero-grow":
+            _grow(cache)
         else:
-            seen = float(k[beyond].float().abs().sum())
-            require(mode != "zero" or seen == 0, f"guard zero reads as {seen}")
+            _at(k, length, cache.page_bytes, mode)
         target.synchronize()
         print("survived", flush=True)
     except RuntimeError as error:
@@ -81,12 +88,38 @@ def touch(kind: str, mode: str) -> None:
     os._exit(0)  # the context may be gone: no destructor should meet it
 
 
-def _driver(target: Target, mode: str) -> Driver:
-    if mode == "zero":
-        from ..vmm.host import HostDriver
+def _at(k: torch.Tensor, length: int, page_bytes: int, mode: str) -> None:
+    """Touch a tensor around the end of its tokens, which is the end of a page."""
+    from ..vmm.guard import GUARD_TOKENS
 
-        return HostDriver(65536, "zero")
-    return target.driver()
+    per_page = page_bytes // (k.stride(0) * k.itemsize)
+    behind = length + -(-GUARD_TOKENS // per_page) * per_page
+    if mode.endswith("write"):
+        k[length : length + 3] = 1
+    elif mode == "zero":
+        seen = float(k[length : length + GUARD_TOKENS].float().abs().sum())
+        require(seen == 0, f"zeros read as {seen}")
+    else:
+        start = {"inside": 0, "read": length, "zero-beyond": behind}[mode]
+        float(k[start : start + 3].float().sum())
+
+
+def _grow(cache: VmmKVCache) -> None:
+    """Reads past the end stay queued while pages take the place of the zeros."""
+    from ..vmm.guard import GUARD_TOKENS
+
+    step, numbers = cache.prefix_index.unit_tokens // 2 + 1, cache.length("a")
+    sums, expected = [], []
+    for _ in range(8):
+        v = cache.view(1, ["a"]).v[: numbers + GUARD_TOKENS, :, 2]  # 1 + the layer's number
+        sums.append(v.float().sum())
+        expected.append(numbers * 8 * 2.0)
+        del v
+        require(not cache.grow(["a"], step), "growth was refused")
+        write(cache, "a", range(step))
+        numbers += step
+    seen = [float(value) for value in sums]
+    require(seen == expected, f"queued kernels read {seen}, not {expected}")
 
 
 if __name__ == "__main__":

@@ -65,18 +65,21 @@ class Target:
 
         return torch.device("cuda", 0) if self.is_gpu else torch.device("cpu")
 
-    def driver(self, granularity: int = 65536) -> Driver:
-        """A driver of its own for the caller; the host's has the given granularity."""
+    def driver(self, granularity: int = 65536, **options: Any) -> Driver:
+        """A driver of its own for the caller.
+
+        The host's has the given granularity; the options are ``CudaDriver``'s.
+        """
         if self.kind == "cpu":
             from ..vmm.host import HostDriver
 
             return HostDriver(granularity)
         if self.kind == "conformance":
-            made = import_module(CONFORMANCE).ConformanceDriver()
+            made = import_module(CONFORMANCE).ConformanceDriver(**options)
         else:
             from ..vmm.cuda import CudaDriver
 
-            made = CudaDriver(0)
+            made = CudaDriver(0, **options)
         driver: Driver = made
         return driver
 

@@ -90,7 +90,8 @@ def holds(cache: VmmKVCache, seq: str, numbers: Sequence[int]) -> None:
             )
 
 
-def _mapped(driver: Driver, num_pages: int) -> tuple[int, list[int]]:
+def mapped(driver: Driver, num_pages: int) -> tuple[int, list[int]]:
+    """An address, and the pages mapped there."""
     size = driver.granularity
     address = driver.reserve(num_pages * size)
     pages = [driver.create(size) for _ in range(num_pages)]
@@ -100,7 +101,8 @@ def _mapped(driver: Driver, num_pages: int) -> tuple[int, list[int]]:
     return address, pages
 
 
-def _give_back(driver: Driver, address: int, pages: list[int]) -> None:
+def give_back(driver: Driver, address: int, pages: list[int]) -> None:
+    """Undo ``mapped``, once the device has finished with it."""
     size = len(pages) * driver.granularity
     driver.wait(driver.fence())
     driver.unmap(address, size)
@@ -135,7 +137,7 @@ def _aliases(driver: Driver, target: Target) -> None:
 def _dtypes(driver: Driver, target: Target) -> None:
     import torch
 
-    address, pages = _mapped(driver, 1)
+    address, pages = mapped(driver, 1)
     for name in DTYPES:
         dtype = getattr(torch, name)
         tensor = driver.tensor(address, (4, 8), dtype)
@@ -144,7 +146,7 @@ def _dtypes(driver: Driver, target: Target) -> None:
         tensor.copy_((wanted % 8).to(dtype))
         require(torch.equal(tensor.float(), wanted % 8), f"{name} does not read as written")
         del tensor
-    _give_back(driver, address, pages)
+    give_back(driver, address, pages)
 
 
 def _growth(driver: Driver, target: Target) -> None:

@@ -40,7 +40,7 @@ def test_every_stage_runs_and_is_right_on_a_cpu(stage: str, tmp_path: Path) -> N
     assert document["complete"] and document["headline"]
     assert document["target"] == "host driver (no GPU)"
     assert all(entry["ok"] is not False for entry in document["checks"])
-    assert len(document["rows"]) > 1 or stage in ("vmm", "hf")
+    assert len(document["rows"]) > 1 or stage in ("vmm", "sharing", "hf")
 
 
 def test_a_wrong_kernel_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +165,12 @@ def test_when_nothing_is_wrong_it_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 def test_dry_run_on_the_conformance_library(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Stages driver and vmm, labelled as what they are."""
+    """Stages driver, vmm, guard and sharing, labelled as what they are."""
     conformance.build()
-    assert gpu_check.main(["--dry", "--out", str(tmp_path), "--minutes", "2"]) == 0
+    assert gpu_check.main(["--dry", "--out", str(tmp_path), "--minutes", "4"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("gpu-check on the conformance library (no GPU")
-    for stage in ("driver", "vmm"):
+    for stage in ("driver", "vmm", "guard", "sharing"):
         document = load(tmp_path / f"{stage}.json")
         assert "conformance library" in document["target"]
         assert all(entry["ok"] for entry in document["checks"])
