@@ -166,7 +166,7 @@ class BatchMemo(Generic[T]):
     """The last answer, kept while batch and books stay the same: every layer asks again."""
 
     def __init__(self) -> None:
-        self._key: tuple[int, list[Seq], list[int] | None] | None = None
+        self._key: tuple[int, list[Seq], tuple[str, list[int]] | None] | None = None
         self._value: T | None = None
 
     def get(
@@ -185,7 +185,11 @@ class BatchMemo(Generic[T]):
         seqs, lens
             The batch; ``lens`` is None where the answer does not depend on it.
         """
-        key = (version, list(seqs), None if lens is None else np.asarray(lens).tolist())
+        counts = None
+        if lens is not None:
+            given = np.asarray(lens)
+            counts = given.dtype.kind, given.tolist()  # 1.0 equals 1, and is no count
+        key = version, list(seqs), counts
         if self._value is None or key != self._key:
             self._value, self._key = build(), key
         return self._value

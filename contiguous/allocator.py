@@ -8,7 +8,7 @@ import numpy as np
 
 from ..contract import NeverFits, OutOfMemory, Prefix, Seq
 from ..geometry import KVGeometry
-from ..pages.prefix import unit_keys
+from ..pages.prefix import check_salt, unit_keys
 from ..sequences import Ints, Rows, check_fits, count
 from .moves import ArenaMoves
 from .placement import PLACEMENTS
@@ -87,6 +87,7 @@ class ContiguousAllocator(ArenaMoves):
         self._seqs.require_new(seq)
         tokens = count("tokens", tokens)
         roomy = tokens + count("headroom", headroom)
+        check_salt(salt)
         check_fits(roomy, self.capacity, self.limit)
         if prefix:
             unit_keys(prefix, tokens, tokens + 1, salt)  # no unit is full: the checks alone

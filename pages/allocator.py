@@ -12,7 +12,7 @@ from ..sequences import Rows, check_fits, count
 from .books import PageGroup
 from .moves import PageMoves
 from .pool import PagePool
-from .prefix import unit_keys
+from .prefix import check_salt, unit_keys
 
 __all__ = ["PageAllocator", "PageGroup"]
 
@@ -85,6 +85,7 @@ class PageAllocator(PageMoves):
             count("max_new", max_new)
         if expected_new is not None:
             count("expected_new", expected_new)
+        check_salt(salt)
         self._seqs.require_new(seq)
         check_fits(roomy, self._capacity, self.limit)
         if prefix:

@@ -63,6 +63,12 @@ def unit_keys(
     return keys
 
 
+def check_salt(salt: int | str | bytes | None) -> None:
+    """Refuse a salt of another type, also where there is no prefix to use it for."""
+    if salt is not None:
+        _encoded(salt)
+
+
 def _encoded(key: int | str | bytes) -> bytes:
     if isinstance(key, bool) or not isinstance(key, int | str | bytes | np.integer):
         raise TypeError(f"keys of runs and salts are ints, strings or bytes, not {key!r}")

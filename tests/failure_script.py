@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from kvalloc.contract import OutOfMemory
 from kvalloc.geometry import KVGeometry, LayerShape
-from kvalloc.tests.cache_walk import Walk
+from kvalloc.tests.state_machine import Walk
 from kvalloc.vmm import VmmKVCache
 from kvalloc.vmm.driver import Driver, DriverError
 from kvalloc.vmm.guard import GUARD_TOKENS

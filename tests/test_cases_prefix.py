@@ -22,8 +22,8 @@ from kvalloc.tests.backends import (
     slots_of,
     tokens_of,
 )
-from kvalloc.tests.cache_walk import Walk
-from kvalloc.tests.test_cache_walk import PLAIN, contiguous, paged, vmm
+from kvalloc.tests.state_machine import Walk
+from kvalloc.tests.state_machine_backends import PLAIN, contiguous, paged, vmm
 
 # Pages of 32 tokens in every layer: 4,096 bytes of 128 each where they are mapped.
 CACHES = {

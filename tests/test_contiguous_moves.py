@@ -6,7 +6,7 @@ import pytest
 
 from kvalloc.contiguous import ContiguousKVCache
 from kvalloc.geometry import KVGeometry, LayerShape
-from kvalloc.tests.cache_walk import Walk
+from kvalloc.tests.state_machine import Walk
 
 WALKED = KVGeometry("walked", (LayerShape(1, 4),), 1, "float32", 200)
 

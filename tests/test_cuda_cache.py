@@ -27,17 +27,17 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 def _walks(layouts: list[tuple[str, int, dict[str, Any]]]) -> None:
 
-    from kvalloc.tests import test_cache_walk
-    from kvalloc.tests.cache_walk import Walk
+    from kvalloc.tests import state_machine_backends
     from kvalloc.tests.conformance.conformance import ConformanceDriver, Library
     from kvalloc.tests.failing_driver import FailingDriver
+    from kvalloc.tests.state_machine import Walk
     from kvalloc.vmm import VmmKVCache
     from kvalloc.vmm.host import HostDriver
 
-    page = test_cache_walk.PAGE
+    page = state_machine_backends.PAGE
     driver: Any
     for name, num_pages, options in layouts:
-        geometry, verbs = getattr(test_cache_walk, name), []
+        geometry, verbs = getattr(state_machine_backends, name), []
         for inner in (HostDriver(page), ConformanceDriver()):
             driver = FailingDriver(inner)  # which never fails, but keeps a list
             with VmmKVCache(geometry, num_pages * page, page, driver=driver, **options) as cache:

@@ -13,7 +13,7 @@ from kvalloc.geometry import KVGeometry, LayerShape
 from kvalloc.paged import PagedKVCache
 from kvalloc.pages.exchange import exchange
 from kvalloc.pages.moves import PageMoves
-from kvalloc.tests.cache_walk import stored
+from kvalloc.tests.state_machine_contents import stored
 from kvalloc.vmm import VmmKVCache
 from kvalloc.vmm.driver import DriverError
 

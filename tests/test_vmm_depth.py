@@ -11,9 +11,9 @@ import torch
 
 from kvalloc.contract import OutOfMemory
 from kvalloc.geometry import KVGeometry, LayerShape
-from kvalloc.tests.cache_walk import Walk
 from kvalloc.tests.failing_driver import FailingDriver
 from kvalloc.tests.host_memory import file_bytes, shared_bytes
+from kvalloc.tests.state_machine import Walk
 from kvalloc.vmm import VmmKVCache
 from kvalloc.vmm.host import HostDriver
 from kvalloc.vmm.physical import PhysicalPool
