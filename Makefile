@@ -18,7 +18,7 @@ PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup compare test test-transformers-old check lint types docs figures dist format clean distclean
+.PHONY: help setup compare test test-transformers-old soak coverage check lint types docs figures dist format clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-22s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,12 @@ test-transformers-old: ## Test what uses transformers with the oldest one (an en
 	  --constraint $(OLD)/constraints.txt --editable . \
 	  'transformers==5.17.0' 'huggingface_hub==1.33.0' hypothesis pytest pytest-randomly pytest-xdist
 	$(OLD)/bin/pytest -n auto --maxprocesses 4 --dist worksteal tests/test_hf_*.py $(ARGS)
+
+soak: $(STAMP) ## A million random operations on every backend; ARGS="--operations N --seed S"
+	$(BIN)/python -m kvalloc.tests.soak $(ARGS)
+
+coverage: $(STAMP) ## Run the tests and show which lines none of them reaches; htmlcov/ in colour
+	$(PYTEST) --cov=kvalloc --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)
 
 check: lint types docs ## Format, lint, types, docs, tests; CI adds test-transformers-old
 	$(PYTEST)
