@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-
-from ..contract import NeverFits, OutOfMemory
-from ..vmm.driver import DriverError
-from .app import app
-from .errors import BadInput
+from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+
+
+def _interrupted() -> NoReturn:
+    print("kvalloc: interrupted", file=sys.stderr)
+    sys.exit(EXIT_INTERRUPTED)
+
+
+try:  # Ctrl-C may come while we are loaded, too
+    from ..contract import NeverFits, OutOfMemory
+    from ..vmm.driver import DriverError
+    from .app import app
+    from .errors import BadInput
+except KeyboardInterrupt:
+    _interrupted()
 
 
 def main() -> None:
@@ -27,8 +37,11 @@ def main() -> None:
         print(f"kvalloc: {_one_sentence(error)}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
-        print("kvalloc: interrupted", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+        _interrupted()
+    except SystemExit as stop:
+        if stop.code == EXIT_INTERRUPTED:  # typer turns Ctrl-C into this, without a word
+            _interrupted()
+        raise
 
 
 def _one_sentence(error: Exception) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from joblib import Parallel, delayed, parallel_config
@@ -23,10 +24,24 @@ def computed(
         else:
             stack.enter_context(_client(cluster))
             stack.enter_context(parallel_config(backend="dask"))
-        rows: Any = Parallel(return_as="generator_unordered")(
-            delayed(_with_cell)(cell, trace) for cell, trace in work
-        )
+        with _deaf_to_interrupts():  # the call starts the workers
+            rows: Any = Parallel(return_as="generator_unordered")(
+                delayed(_with_cell)(cell, trace) for cell, trace in work
+            )
         yield from rows
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes started here never hear Ctrl-C: we do, and end them, without their tracebacks."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _with_cell(cell: Cell, trace: Trace) -> tuple[Cell, Row]:

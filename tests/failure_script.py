@@ -66,6 +66,9 @@ class Scene:
         self.cache.restore(seq)
         self.walk.tokens[seq] = self.walk.away.pop(seq)
 
+    def reclaim(self) -> None:
+        self.cache.reclaim()
+
 
 Step = tuple[Any, ...]
 """A verb of ``Scene`` and its arguments."""
@@ -115,11 +118,38 @@ SCENARIOS = {
         [("admit", 1, 70), ("admit", 3, 40), ("release", 3)], ("fork", 1, 2), options=SCRUB
     ),
     "fork past a window": Scenario(WINDOW, ("fork", 1, 3), geometry=WINDOWED),
+    "fork of a prefix": Scenario(
+        [("admit", 1, 70, 7), ("admit", 2, 80, 7)], ("fork", 2, 3), options=SCRUB
+    ),
+    "fork where warm pages are taken back": Scenario(
+        [("admit", 1, 70), ("admit", 2, 60), ("release", 2)], ("fork", 1, 3), pages=20
+    ),
+    "truncate through a page of another": Scenario(SHARED, ("truncate", 2, 40), options=SCRUB),
+    "truncate where warm pages are taken back": Scenario(
+        [*SHARED, ("admit", 3, 32), ("release", 3)], ("truncate", 2, 40), pages=20
+    ),
+    "truncate past a window": Scenario(
+        [*WINDOW, ("fork", 1, 3)], ("truncate", 3, 94), geometry=WINDOWED, options=SCRUB
+    ),
+    "truncate a prefix": Scenario(
+        [("admit", 1, 70, 7), ("admit", 2, 80, 7)], ("truncate", 2, 40), options=SCRUB
+    ),
+    "reclaim": Scenario(
+        [("admit", 1, 70), ("admit", 2, 90, 7), ("release", 2), ("release", 1)], ("reclaim",)
+    ),
+    "offload of a prefix": Scenario(
+        [("admit", 1, 70, 7), ("admit", 2, 80, 7)], ("offload", 2), options=SCRUB
+    ),
     "offload beside a holder": Scenario(SHARED, ("offload", 1), options=SCRUB),
     "offload past a window": Scenario(WINDOW, ("offload", 1), geometry=WINDOWED, options=SCRUB),
     "restore": Scenario([*SHARED, ("offload", 1), ("admit", 3, 100)], ("restore", 1)),
     "restore past a window": Scenario(
         [*WINDOW, ("offload", 1)], ("restore", 1), geometry=WINDOWED, options=SCRUB
+    ),
+    "restore where warm pages are taken back": Scenario(
+        [("admit", 1, 70), ("offload", 1), ("admit", 2, 40), ("admit", 3, 60), ("release", 3)],
+        ("restore", 1),
+        pages=20,
     ),
     "release beside a holder": Scenario(SHARED, ("release", 1)),
     "release past a window": Scenario(WINDOW, ("release", 1), geometry=WINDOWED),
