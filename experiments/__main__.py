@@ -32,6 +32,7 @@ def main() -> None:
     # Idle OpenMP threads sleep instead of spinning, so that a busy machine is not busier for us.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
+        _require_words(sys.argv[1:])
         app(prog_name="kvalloc")
     except (BadInput, NeverFits, OutOfMemory, DriverError, OSError) as error:
         print(f"kvalloc: {_one_sentence(error)}", file=sys.stderr)
@@ -42,6 +43,15 @@ def main() -> None:
         if stop.code == EXIT_INTERRUPTED:  # typer turns Ctrl-C into this, without a word
             _interrupted()
         raise
+
+
+def _require_words(arguments: list[str]) -> None:
+    """An empty value would pass for the current folder here, and for no value there."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if not argument.strip() or (argument.startswith("-") and argument.endswith("=")):
+            option = argument.strip("= ") or before
+            what = option if option.startswith("-") else "an argument"
+            raise BadInput(f"{what} is empty: give it a value or leave it out")
 
 
 def _one_sentence(error: Exception) -> str:

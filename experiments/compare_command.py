@@ -19,7 +19,7 @@ from .errors import BadInput
 from .output import emit_json, parse_bytes
 from .readers import read_trace
 from .size_command import chosen_model
-from .specs import GRAMMAR, parse_spec, token_geometry
+from .specs import GRAMMAR, parse_specs, token_geometry
 from .trace import Trace
 
 DEFAULT_BACKENDS = ("contiguous:max", "contiguous:exact", "paged:16", "vmm")
@@ -107,7 +107,7 @@ def compare_command(
         int | None, typer.Option(min=1, help="Replay only the first N requests.")
     ] = None,
     rate: Annotated[
-        float | None, typer.Option(help="Requests a second, for files without arrival times.")
+        float | None, typer.Option(help="Requests a second (1e-6 to 1e6), for files without times.")
     ] = None,
     device: Annotated[
         Device, typer.Option(help="Where a run happens: auto takes the GPU if torch finds one.")
@@ -140,8 +140,7 @@ def compare_command(
     """
     real = slots is None if run is None else run
     geometry, memory_bytes = _memory(real, slots, model, memory, dtype)
-    names = tuple(dict.fromkeys(backend or DEFAULT_BACKENDS))
-    specs = tuple(parse_spec(name, slots=slots is not None) for name in names)
+    specs = parse_specs(backend or DEFAULT_BACKENDS, slots=slots is not None, notify=_notify)
     requests = _requests(trace, limit, max_new, rate, seed, geometry)
     _check_targets(out, json)
     if verify and not real:
@@ -167,6 +166,10 @@ def compare_command(
         emit_json(result, json)
         return
     _show(result, out)
+
+
+def _notify(sentence: str) -> None:
+    typer.echo(f"kvalloc: {sentence}", err=True)
 
 
 def _check_targets(out: Path, json: str | None) -> None:

@@ -96,10 +96,15 @@ def lengths_rng(seed: int) -> np.random.Generator:
     return np.random.default_rng([seed, 0])
 
 
-def poisson_arrivals(requests: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
-    """Seconds, ascending from 0, with exponential gaps of mean ``1 / rate``: ``[requests]``."""
+def check_rate(rate: float) -> None:
+    """Refuse a rate at which arrivals cannot be told apart, or that is no number."""
     if not 1e-6 <= rate <= 1e6:  # false for NaN
         raise BadInput(f"--rate must lie between 1e-6 and 1e6 requests a second, not {rate}")
+
+
+def poisson_arrivals(requests: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
+    """Seconds, ascending from 0, with exponential gaps of mean ``1 / rate``: ``[requests]``."""
+    check_rate(rate)
     if seed < 0:
         raise BadInput(f"--seed must be 0 or more, not {seed}")
     gaps = np.random.default_rng([seed, 1]).exponential(1 / rate, requests)

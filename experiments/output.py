@@ -18,6 +18,9 @@ _UNITS: dict[str, int] = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power, f"{_letter}b": 1000**_power}
 
+MOST_BYTES = 1 << 60
+"""Beyond this no size is meant, and sums of them would not fit into int64."""
+
 
 def parse_bytes(text: str) -> int:
     """Read a size: ``512``, ``64KiB``, ``2MiB``, ``1.5 GiB``, ``16g``.
@@ -31,9 +34,10 @@ def parse_bytes(text: str) -> int:
     Raises
     ------
     BadInput
-        Not a size, not a whole number of bytes, or not positive.
+        Not a size, not a whole number of bytes, not positive, or above ``MOST_BYTES``.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
+    number = r"[0-9]{1,20}(?:\.[0-9]{1,20})?"
+    match = re.fullmatch(rf"\s*({number})\s*([a-z]*)\s*", text, re.ASCII | re.IGNORECASE)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise BadInput(f"{text!r} is not a size; write bytes or a unit, as in 2MiB or 16GiB")
@@ -42,6 +46,8 @@ def parse_bytes(text: str) -> int:
     num_bytes, rest = divmod(int(whole + fraction) * unit, scale)
     if rest:
         raise BadInput(f"{text!r} is not a whole number of bytes; choose a smaller unit")
+    if num_bytes > MOST_BYTES:
+        raise BadInput(f"{text!r} is more than any memory holds; write at most 2^60 bytes")
     if num_bytes == 0:
         raise BadInput(f"{text!r} is no memory at all; write a size of at least one byte")
     return num_bytes
@@ -68,9 +74,11 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
 
     The text goes to a temporary file beside the target, which is then renamed over it, so
     that neither a failure nor a reader at the wrong moment sees half a file. Missing
-    folders are created.
+    folders are created; ``BadInput`` if the path is a folder.
     """
     target = Path(path)
+    if target.is_dir():
+        raise BadInput(f"{path} is a folder: name a file")
     target.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .built_in_traces import built_in
 from .errors import BadInput
-from .generators import poisson_arrivals
+from .generators import check_rate, poisson_arrivals
 from .readers_csv import read_csv, recognise
 from .readers_jsonl import read_jsonl, unknown_format
 from .readers_source import Source
@@ -41,6 +41,8 @@ def read_trace(path: str | Path, *, rate: float | None = None, seed: int = 0) ->
     BadInput
         One sentence that names the file, the line and the reason.
     """
+    if rate is not None:
+        check_rate(rate)
     made = built_in(path, seed) if isinstance(path, str) else None
     if made is not None:
         if rate is not None:

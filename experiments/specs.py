@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..geometry import SLOTS, KVGeometry
 from ..paged import PagedAllocator
 from ..vmm import VmmAllocator
 from .errors import BadInput
-from .output import parse_bytes
+from .output import MOST_BYTES, parse_bytes
 
 KINDS = ("contiguous", "paged", "vmm")
 DEFAULT_PAGE_SIZE = 16
@@ -81,6 +82,21 @@ class Spec:
             raise BadInput(f"{self.text}: {error}") from error
 
 
+def parse_specs(
+    texts: Sequence[str], *, slots: bool, notify: Callable[[str], None]
+) -> tuple[Spec, ...]:
+    """Read SPECs; what is the same backend under two names runs once, and is told."""
+    specs: list[Spec] = []
+    for text in texts:
+        spec = parse_spec(text, slots=slots)
+        alike = [one.text for one in specs if (one.kind, one.options) == (spec.kind, spec.options)]
+        if alike:
+            notify(f"{spec.text} is named twice (as {alike[0]}) and runs once")
+        else:
+            specs.append(spec)
+    return tuple(specs)
+
+
 def parse_spec(text: str, *, slots: bool) -> Spec:
     """Read a SPEC; with ``slots`` a vmm page counts tokens, otherwise bytes.
 
@@ -99,8 +115,10 @@ def parse_spec(text: str, *, slots: bool) -> Spec:
 
 
 def _contiguous(text: str, parts: list[str], slots: bool) -> dict[str, Any]:
-    if len(parts) not in (1, 2) or parts[0] not in POLICIES:
-        raise BadInput(f"{text!r} names no policy: write contiguous:{'|'.join(POLICIES)}")
+    if not parts or len(parts) > 2 or parts[0] not in POLICIES:
+        wrong = "names no policy" if not parts else f"has no policy {parts[0]!r}"
+        wrong = "has too many parts" if len(parts) > 2 else wrong
+        raise BadInput(f"{text!r} {wrong}: write contiguous:{'|'.join(POLICIES)}[:PLACEMENT]")
     placement = parts[1] if len(parts) == 2 else "first-fit"
     if placement not in PLACEMENTS:
         raise BadInput(f"unknown placement in {text!r}: write one of {', '.join(PLACEMENTS)}")
@@ -109,8 +127,9 @@ def _contiguous(text: str, parts: list[str], slots: bool) -> dict[str, Any]:
 
 def _paged(text: str, parts: list[str], slots: bool) -> dict[str, Any]:
     if len(parts) != 1:
-        raise BadInput(f"{text!r} names no block size: write paged:BLOCK, as in paged:16")
-    return {"page_size": _whole(text, parts[0])}
+        wrong = "has too many parts" if parts else "names no block size"
+        raise BadInput(f"{text!r} {wrong}: write paged:BLOCK, as in paged:16")
+    return {"page_size": _whole(text, parts[0], "paged:16")}
 
 
 def _vmm(text: str, parts: list[str], slots: bool) -> dict[str, Any]:
@@ -120,13 +139,18 @@ def _vmm(text: str, parts: list[str], slots: bool) -> dict[str, Any]:
     if len(parts) > 1:
         raise BadInput(f"{text!r} is not a vmm backend: write vmm[:PAGE][:interleaved]")
     if slots:
-        return {"page_bytes": _whole(text, parts[0]) if parts else DEFAULT_PAGE_SIZE, **options}
+        return {
+            "page_bytes": _whole(text, parts[0], "vmm:16") if parts else DEFAULT_PAGE_SIZE,
+            **options,
+        }
     return {"page_bytes": parse_bytes(parts[0]) if parts else 2 << 20, **options}
 
 
-def _whole(text: str, number: str) -> int:
+def _whole(text: str, number: str, example: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", number, re.ASCII) or int(number) < 1:
-        raise BadInput(f"{text!r}: a page is a whole number of tokens, at least 1")
+        raise BadInput(
+            f"{text!r}: a page is a whole number of tokens here, at least 1, as in {example}"
+        )
     return int(number)
 
 
@@ -134,4 +158,6 @@ def token_geometry(num_slots: int) -> tuple[KVGeometry, int]:
     """Geometry and memory of ``--slots N``."""
     if num_slots < 1:
         raise BadInput("--slots must be at least 1")
+    if num_slots > MOST_BYTES:
+        raise BadInput(f"--slots {num_slots} is more than any memory holds; give at most 2^60")
     return SLOTS, num_slots

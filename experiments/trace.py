@@ -146,11 +146,11 @@ class Trace:
         BadInput
             If ``step_ms`` is not a positive number of at least 0.0001 ms.
         """
-        if self.unit == "step":
-            return cast(Ints, self.arrival)
         step = step_ms * (TICKS // 1000)
         if not 1 <= step <= 2**53:
             raise BadInput(f"a step of {step_ms} ms is out of range: give 0.0001 ms or more")
+        if self.unit == "step":
+            return cast(Ints, self.arrival)
         ticks: Ints = np.rint(self.arrival * TICKS).astype(np.int64)
         return ticks // round(step)
 
@@ -209,7 +209,7 @@ class Trace:
                 raise BadInput("--max-new limit needs a model with a context limit: name one")
             left = np.maximum(limit - self.prompt, 0)
             return left, f"what the limit of {limit:,} leaves after the prompt is taken"
-        if isinstance(rule, str) and rule.isdecimal() and len(rule) <= 15:
+        if isinstance(rule, str) and rule.isascii() and rule.isdecimal() and len(rule) <= 15:
             rule = int(rule)
         if isinstance(rule, str) or not 0 <= rule <= MAX_TOKENS:
             raise BadInput(f"--max-new takes a number of tokens, 'limit' or 'output', not {rule!r}")

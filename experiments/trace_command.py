@@ -28,7 +28,7 @@ trace_app = typer.Typer(
 )
 
 _NAME = "A built-in name (see [cyan]kvalloc trace list[/cyan]) or a file, plain or gzip."
-_RATE = "Requests per second of Poisson arrivals"
+_RATE = "Requests per second of Poisson arrivals, 1e-6 to 1e6"
 _SEED = "Seed of everything random; the same seed gives the same trace."
 
 

@@ -38,6 +38,7 @@ def prefix_hits(trace: Trace, page_size: int) -> Ints:
     """
     if page_size < 1:
         raise BadInput(f"--page-size must be at least 1 token, not {page_size}")
+    page_size = min(page_size, np.iinfo(np.int64).max)  # larger than any prompt either way
     return np.minimum(shared_prefix(trace), trace.prompt - 1) // page_size * page_size
 
 

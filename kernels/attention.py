@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -60,7 +61,7 @@ def attend(
     """
     _check_view(view)
     counts = _check_queries(q, view, q_lens)
-    if window is not None and window < 1:
+    if window is not None and _whole("window", window) < 1:
         raise ValueError(f"window must be at least 1 token (the query's own), not {window}")
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     if not math.isfinite(factor):
@@ -158,7 +159,8 @@ def _check_queries(
     if q_lens is None:
         counts = [1] * num_seqs
     else:
-        counts = [int(n) for n in (q_lens.tolist() if isinstance(q_lens, torch.Tensor) else q_lens)]
+        given = q_lens.tolist() if isinstance(q_lens, torch.Tensor) else q_lens
+        counts = [_whole("an entry of q_lens", n) for n in given]
     if len(counts) != num_seqs:
         raise ValueError(f"q_lens has {len(counts)} entries for {num_seqs} sequences")
     if any(n < 0 for n in counts):
@@ -166,6 +168,12 @@ def _check_queries(
     if sum(counts) != q.shape[0]:
         raise ValueError(f"q has {q.shape[0]} rows, q_lens sums to {sum(counts)}")
     return counts
+
+
+def _whole(name: str, value: object) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number, not {value!r}")
+    return operator.index(value)
 
 
 def _check_contents(view: DenseView | PagedView, counts: list[int]) -> None:
