@@ -152,6 +152,13 @@ def count(name: str, value: int) -> int:
     return number
 
 
+def at_least_one(name: str, value: int) -> int:
+    """Return ``value`` as a plain int, refusing what is not a count of one or more."""
+    if (number := count(name, value)) < 1:
+        raise ValueError(f"{name} must be at least 1, not {number}")
+    return number
+
+
 def check_fits(tokens: int, capacity: int, limit: int | None) -> None:
     """Tell at once about a sequence that could never be stored whole."""
     if tokens > capacity:

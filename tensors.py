@@ -17,6 +17,7 @@ and ``__init__`` begins with ``dtype = torch_dtype(geometry)``, ``close`` ends w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -202,12 +203,58 @@ class BatchMemo(Generic[T]):
 def seal(cache: KVCache) -> None:
     """Make every verb of a closed cache but ``close`` raise ``RuntimeError``.
 
-    The verbs are shadowed on the instance, so an open cache pays nothing for the check.
+    The cache becomes one of a class whose verbs only raise, so an open cache pays nothing for the
+    check, and what Python looks up on the class (``with``, properties) is refused as well.
     """
-    message = f"this {type(cache).__name__} is closed: make a new one"
+    cache.__class__ = _closed_class(type(cache))
+
+
+@functools.cache
+def _closed_class(kind: type[KVCache]) -> type[KVCache]:
+    message = f"this {kind.__name__} is closed: make a new one"
 
     def closed(*_: object, **__: object) -> NoReturn:
         raise RuntimeError(message)
 
-    for verb in KVCache.__abstractmethods__ - {"capacity", "close"}:
-        setattr(cache, verb, closed)
+    verbs: dict[str, Any] = {
+        name: closed
+        for name in dir(kind)
+        if not name.startswith("_") and callable(getattr(kind, name))
+    }
+    verbs |= {"__enter__": closed, "capacity": property(closed), "close": lambda self: None}
+    return type(kind.__name__, (kind,), verbs)
+
+
+def named_device(device: torch.device | str) -> torch.device:
+    """The device of a name; ``ValueError`` if torch knows none."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{device!r} is no device of torch: use 'cpu' or 'cuda'") from None
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """A device that tensors can be made on and kernels run on.
+
+    Raises
+    ------
+    ValueError
+        Not a device, of a kind that no kernel here runs on, or not there.
+    """
+    where = named_device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"no kernel here runs on {where}: use 'cpu' or 'cuda'")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"torch finds no GPU for {device!r}: use device='cpu'")
+    return where
+
+
+def made(make: Callable[..., torch.Tensor], *shape: int, **options: Any) -> torch.Tensor:
+    """``make(*shape, **options)``, where memory that is not there is a ``MemoryError``."""
+    try:
+        return make(*shape, **options)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise MemoryError(
+            f"a tensor of {' x '.join(map(str, shape))} elements cannot be made on "
+            f"{options['device']}: give the cache less memory"
+        ) from error

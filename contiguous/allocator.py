@@ -9,7 +9,7 @@ import numpy as np
 from ..contract import NeverFits, OutOfMemory, Prefix, Seq
 from ..geometry import KVGeometry
 from ..pages.prefix import check_salt, unit_keys
-from ..sequences import Ints, Rows, check_fits, count
+from ..sequences import Ints, Rows, at_least_one, check_fits, count
 from .moves import ArenaMoves
 from .placement import PLACEMENTS
 from .policies import check_policy, reservation
@@ -56,7 +56,7 @@ class ContiguousAllocator(ArenaMoves):
         placement: str = "first-fit",
         limit: int | None = None,
     ) -> None:
-        limit = geometry.max_context if limit is None else count("limit", limit)
+        limit = geometry.max_context if limit is None else at_least_one("limit", limit)
         check_policy(policy, limit)
         if placement not in PLACEMENTS:
             raise ValueError(f"unknown placement {placement!r}: use one of {', '.join(PLACEMENTS)}")

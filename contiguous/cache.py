@@ -12,10 +12,12 @@ from ..geometry import KVGeometry
 from ..sequences import Ints
 from ..tensors import (
     BatchMemo,
+    check_device,
     check_layer,
     check_lens,
     check_tensors,
     default_layout,
+    made,
     newest,
     on_device,
     seal,
@@ -70,7 +72,10 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
     Raises
     ------
     ValueError
-        Also for a geometry that stores latents (MLA), which is accounting only.
+        Also for a geometry that stores latents (MLA), which is accounting only, and for a device
+        that is not there.
+    MemoryError
+        The tensors cannot be made.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
     ) -> None:
         super().__init__(geometry, memory_bytes, policy=policy, placement=placement, limit=limit)
         dtype = torch_dtype(geometry)
-        where = torch.device(device)
+        where = check_device(device)
         self.layout = default_layout(where, layout)
         self.scrub = scrub
         self._layers = [
@@ -105,8 +110,8 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
         heads, tokens, dim = shape.kv_heads, self._num_slots, shape.head_dim
         make = torch.zeros if self.scrub else torch.empty
         if self.layout == "token-major":
-            return make(tokens, heads, dim, dtype=dtype, device=device)
-        return make(heads, tokens, dim, dtype=dtype, device=device).transpose(0, 1)
+            return made(make, tokens, heads, dim, dtype=dtype, device=device)
+        return made(make, heads, tokens, dim, dtype=dtype, device=device).transpose(0, 1)
 
     def write(
         self,

@@ -78,7 +78,7 @@ class Spec:
                 )
         try:
             return maker(geometry, memory_bytes, **options)
-        except ValueError as error:
+        except (ValueError, MemoryError) as error:
             raise BadInput(f"{self.text}: {error}") from error
 
 

@@ -12,10 +12,12 @@ from ..geometry import KVGeometry
 from ..pages.pool import PageIds
 from ..tensors import (
     BatchMemo,
+    check_device,
     check_layer,
     check_lens,
     check_tensors,
     default_layout,
+    made,
     newest,
     on_device,
     seal,
@@ -57,6 +59,7 @@ class PagedKVCache(PagedAllocator, KVCache):
     ) -> None:
         dtype = torch_dtype(geometry)
         super().__init__(geometry, memory_bytes, page_size, limit=limit)
+        device = check_device(device)
         self.layout = default_layout(device, layout)
         self.scrub = scrub
         places = [self._place_of(layer) for layer in range(len(geometry.layers))]
@@ -75,7 +78,7 @@ class PagedKVCache(PagedAllocator, KVCache):
         num, size = self.pool.num_pages, self.page_size
         inner = [size, shape.kv_heads] if self.layout == "token-major" else [shape.kv_heads, size]
         make = torch.zeros if self.scrub else torch.empty
-        pages = make(num, *inner, shape.head_dim, dtype=dtype, device=device)
+        pages = made(make, num, *inner, shape.head_dim, dtype=dtype, device=device)
         return pages if self.layout == "token-major" else pages.transpose(1, 2)
 
     def write(

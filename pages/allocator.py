@@ -8,7 +8,7 @@ import numpy as np
 
 from ..contract import NeverFits, OutOfMemory, Prefix, Seq, Usage
 from ..geometry import KVGeometry
-from ..sequences import Rows, check_fits, count
+from ..sequences import Rows, at_least_one, check_fits, count
 from .books import PageGroup
 from .moves import PageMoves
 from .pool import PagePool
@@ -42,7 +42,7 @@ class PageAllocator(PageMoves):
             raise ValueError("give either memory_bytes or a pool to draw on")
         if pool is None:
             pool = PagePool(count("memory_bytes", memory_bytes or 0) // page_bytes)
-        limit = None if limit is None else count("limit", limit)
+        limit = None if limit is None else at_least_one("limit", limit)
         super().__init__(geometry, pool, page_bytes, groups, limit)
         self._capacity = self._most_tokens()
         if self._capacity < 1:

@@ -51,7 +51,9 @@ class PagePool:
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
-            raise ValueError("the memory is smaller than one page; give more memory")
+            raise ValueError(
+                "the memory is smaller than one page; give more memory or smaller pages"
+            )
         if num_pages > np.iinfo(np.int32).max:
             raise ValueError(f"{num_pages} pages exceed int32 block tables; use larger pages")
         self.num_pages = num_pages

@@ -13,12 +13,13 @@ import torch
 from ..contract import DenseView, KVCache, OutOfMemory, Seq
 from ..geometry import KVGeometry
 from ..pages.pool import PageIds
-from ..sequences import count
+from ..sequences import at_least_one, count
 from ..tensors import (
     BatchMemo,
     check_layer,
     check_lens,
     check_tensors,
+    named_device,
     newest,
     on_device,
     seal,
@@ -105,7 +106,9 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
         with ExitStack() as undo:
             if pool is None:
                 if driver is None:
-                    driver = self._own_driver = make_driver(torch.device(device), page_bytes, guard)
+                    driver = self._own_driver = make_driver(
+                        named_device(device), at_least_one("page_bytes", page_bytes), guard
+                    )
                     undo.callback(driver.close)
                 pool = PhysicalPool(driver, count("memory_bytes", memory_bytes or 0), page_bytes)
             elif memory_bytes is not None or driver is not None:
@@ -141,7 +144,7 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
         if max_rows is None:
             paged = 2 * self.pool.num_pages // self.num_columns + 8
             max_rows = min(paged, most_rows(plan))
-        self.max_rows = count("max_rows", max_rows)
+        self.max_rows = at_least_one("max_rows", max_rows)
         self._places = plan.places
         self._space = RowSpace(
             self.geometry,

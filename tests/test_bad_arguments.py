@@ -1,0 +1,132 @@
+"""What a program can get wrong about a cache: one clear error that names the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvalloc.contiguous import ContiguousAllocator, ContiguousKVCache
+from kvalloc.contract import KVCache
+from kvalloc.geometry import SLOTS
+from kvalloc.kernels.attention import attend
+from kvalloc.models import geometry
+from kvalloc.paged import PagedAllocator, PagedKVCache
+from kvalloc.vmm import VmmAllocator, VmmKVCache
+from kvalloc.vmm.driver import DriverError
+
+TINY = geometry("tiny")
+MIB = 1 << 20
+CACHES: dict[str, Callable[..., KVCache]] = {
+    "contiguous": lambda **options: ContiguousKVCache(TINY, **{"memory_bytes": MIB, **options}),
+    "paged": lambda **options: PagedKVCache(TINY, **{"memory_bytes": MIB, **options}),
+    "vmm": lambda **options: VmmKVCache(
+        TINY, **{"memory_bytes": MIB, "page_bytes": 1 << 16, **options}
+    ),
+}
+every_cache = pytest.mark.parametrize("name", CACHES)
+
+
+@every_cache
+@pytest.mark.parametrize("device", ["nope", "meta", "cuda", "cuda:99", "cpu:x", "", None, 1.5])
+def test_a_device_that_is_not_there(name: str, device: Any) -> None:
+    if torch.cuda.is_available() and str(device).startswith("cuda"):
+        pytest.skip("there is a GPU here")
+    with pytest.raises((ValueError, DriverError), match=r"use (device=)?'?cpu"):
+        CACHES[name](device=device)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "paged"])
+def test_more_memory_than_there_is(name: str) -> None:
+    with pytest.raises(MemoryError, match="give the cache less memory"):
+        CACHES[name](memory_bytes=1 << 45)
+
+
+@pytest.mark.parametrize("maker", [ContiguousAllocator, PagedAllocator, VmmAllocator])
+@pytest.mark.parametrize("limit", [0, -1, True, 1.5])
+def test_a_limit_is_at_least_one_token(maker: Any, limit: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="limit must"):
+        maker(SLOTS, 8 * MIB, limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"page_bytes": 0}, "page_bytes must be at least 1"),
+        ({"page_bytes": True}, "page_bytes must be an integer"),
+        ({"page_bytes": 5000}, "give a multiple of 4096"),
+        ({"max_rows": 0}, "max_rows must be at least 1"),
+        ({"max_rows": -1}, "max_rows must not be negative"),
+        ({"memory_bytes": 0}, "give more memory"),
+    ],
+)
+def test_what_a_mapped_cache_cannot_be(options: dict[str, Any], told: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=told):
+        CACHES["vmm"](**options)
+
+
+@every_cache
+def test_after_close_every_method_says_so(name: str) -> None:
+    cache: Any = CACHES[name]()
+    cache.admit("a", 5, max_new=5)
+    kind = type(cache)
+    cache.close()
+    cache.close()
+    public = [m for m in dir(cache) if not m.startswith("_") and m != "close" and m != "capacity"]
+    methods = [getattr(cache, m) for m in public if callable(getattr(kind, m, None))]
+    assert len(methods) >= 13
+    entered: list[Callable[[], object]] = [lambda: cache.capacity, lambda: cache.__enter__()]
+    for call in (*methods, *entered):
+        with pytest.raises(RuntimeError, match=f"this {kind.__name__} is closed: make a new one"):
+            call()
+    assert isinstance(cache, kind) and type(cache).__name__ == kind.__name__
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"q_lens": [1.0]},
+        {"q_lens": [True]},
+        {"q_lens": ["1"]},
+        {"q_lens": torch.tensor([1.0])},
+        {"window": 1.5},
+        {"window": True},
+        {"window": "4"},
+    ],
+)
+def test_attend_counts_in_whole_numbers(options: dict[str, Any]) -> None:
+    with CACHES["contiguous"]() as cache:
+        cache.admit("a", 1, max_new=1)
+        shape = TINY.layers[0]
+        k = torch.zeros(1, shape.kv_heads, shape.head_dim)
+        cache.write(0, ["a"], k, k)
+        q = torch.zeros(1, TINY.q_heads, shape.head_dim)
+        with pytest.raises(TypeError, match="must be a whole number"):
+            attend(q, cache.view(0, ["a"]), **options)
+
+
+@pytest.mark.parametrize("maker", [ContiguousAllocator, PagedAllocator, VmmAllocator])
+def test_capacities_beyond_a_tebitoken(maker: Any) -> None:
+    """Counts are int64 everywhere: 2^42 tokens are counted to the last one."""
+    books = maker(
+        SLOTS,
+        1 << 42,
+        **(
+            {}
+            if maker is ContiguousAllocator
+            else {"page_size": 1 << 20}
+            if maker is PagedAllocator
+            else {"page_bytes": 1 << 20}
+        ),
+    )
+    assert books.capacity == 1 << 42
+    books.admit("a", (1 << 41) + 1, max_new=1 << 40, expected_new=0)
+    assert not books.grow(["a"], 1 << 33)
+    assert books.length("a") == (1 << 41) + (1 << 33) + 1
+    assert books.usage().live == books.length("a")
+    books.truncate("a", 1 << 41)
+    books.check_invariants()
+    books.release("a")
+    assert books.usage().free == 1 << 42
