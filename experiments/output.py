@@ -121,13 +121,15 @@ def emit_json(obj: Any, target: str | os.PathLike[str]) -> None:
 
 def _strict(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _strict(item) for key, item in value.items()}
+        return {_strict(str(key)): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_strict(item) for item in value]
     if hasattr(value, "tolist"):  # numpy arrays and scalars, without importing numpy here
         return _strict(value.tolist())
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return _strict(os.fspath(value))
+    if isinstance(value, str):  # bytes of an argument that are no UTF-8
+        return value.encode(errors="replace").decode()
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
