@@ -15,7 +15,7 @@ from kvalloc.contiguous.cache import SLICE_TOKENS
 from kvalloc.contract import KVCache, OutOfMemory
 from kvalloc.geometry import SLOTS, KVGeometry, LayerShape
 from kvalloc.kernels.reference import stored_tokens
-from kvalloc.tensors import LAYOUTS
+from kvalloc.tensors import LAYOUTS, default_layout
 
 # Layers of unequal shape; the batch below is written to both.
 GEOMETRY = KVGeometry("uneven", (LayerShape(2, 4), LayerShape(3, 8)), 6, "float32", 200)
@@ -94,8 +94,7 @@ def arenas(cache: KVCache, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_the_default_layout_goes_by_the_device() -> None:
     assert new_cache().layout == "head-major"
-    meta = ContiguousKVCache(GEOMETRY, 10**4, device="meta")
-    assert meta.layout == "token-major" and meta.device == torch.device("meta")
+    assert default_layout("cuda", None) == "token-major"
 
 
 STEPS = st.lists(
