@@ -93,8 +93,7 @@ class PageRows(Rows):
         for row in range(self.num_rows):
             for g, group in enumerate(kv.groups):
                 begin, end = kv._own_from(row, g, length), kv._pages_for(length, g)
-                pages = kv._table.of_row(row, kv._columns[g], begin, end)
-                if kv._is_wanted(pages):
+                if kv._is_wanted(row, g, begin, end):
                     needed += (end - begin) * group.columns
         kv._require_free(needed)
 

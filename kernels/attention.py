@@ -6,6 +6,7 @@ import logging
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -170,7 +171,7 @@ def _check_queries(
     return counts
 
 
-def _whole(name: str, value: object) -> int:
+def _whole(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, not {value!r}")
     return operator.index(value)

@@ -80,7 +80,7 @@ class PageMoves(PagePlacing):
         shared = [
             g
             for g, (begin, end) in enumerate(zip(own, ends, strict=True))
-            if self._is_wanted(self._table.of_row(row, self._columns[g], begin, end))
+            if self._is_wanted(row, g, begin, end)
         ]
         self._require_free(sum((ends[g] - own[g]) * self.groups[g].columns for g in shared))
         self._version += 1

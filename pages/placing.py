@@ -155,8 +155,9 @@ class PagePlacing(PageBooks):
     def _put_back(self, pages: PageIds) -> None:
         self.pool.put(self.pool.drop(pages))
 
-    def _is_wanted(self, pages: PageIds) -> bool:
-        """Whether any of the pages has a second reader, now or (in the prefix index) later."""
+    def _is_wanted(self, row: int, g: int, begin: int, end: int) -> bool:
+        """Whether any page of a row has a second reader, now or (in the prefix index) later."""
+        pages = self._table.of_row(row, self._columns[g], begin, end)
         if self._num_shared and (self.pool.refs(pages) > 1).any():
             return True
         return self.prefix_index.holds(pages)

@@ -63,6 +63,7 @@ class PagePool:
         self._place = np.zeros(num_pages, np.int32)
         self._count = np.arange(num_pages, dtype=np.int32)
         self._ones = np.ones(num_pages, np.int32)
+        self._none = np.zeros(num_pages, np.int32)
         self.num_free = num_pages
         self.lock = RLock()
         self._members: list[weakref.ref[PoolMember]] = []
@@ -138,9 +139,12 @@ class PagePool:
         self._place[pages] = places
         return bool((self._place[pages] != places).nonzero()[0].size)
 
+    def rest(self, pages: PageIds) -> None:
+        """Take the one reference of pages that are kept, warm."""
+        self._refs[pages] = self._none[: len(pages)]
+
     def revive(self, pages: PageIds) -> None:
         """Give one reference to pages that have none and are not free (warm ones)."""
-        assert not self._refs[pages].nonzero()[0].size, "a page in use cannot be warm"
         self._refs[pages] = self._ones[: len(pages)]
 
     def put(self, pages: PageIds) -> None:

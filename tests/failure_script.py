@@ -66,9 +66,6 @@ class Scene:
         self.cache.restore(seq)
         self.walk.tokens[seq] = self.walk.away.pop(seq)
 
-    def reclaim(self) -> None:
-        self.cache.reclaim()
-
 
 Step = tuple[Any, ...]
 """A verb of ``Scene`` and its arguments."""
@@ -153,7 +150,7 @@ SCENARIOS = {
     ),
     "release beside a holder": Scenario(SHARED, ("release", 1)),
     "release past a window": Scenario(WINDOW, ("release", 1), geometry=WINDOWED),
-    "reclaim": Scenario(
+    "reclaim of tails": Scenario(
         [("admit", 1, 100), ("admit", 2, 40), ("truncate", 1, 33), ("release", 2)], ("reclaim",)
     ),
     "interleaved": Scenario(SHARED, ("admit", 3, 70), options={"layout": "interleaved"}),

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvalloc.contract import DenseView
 from kvalloc.geometry import KVGeometry, LayerShape
-from kvalloc.tests import test_cache_walk
-from kvalloc.tests.cache_walk import Walk
+from kvalloc.tests import state_machine_backends
+from kvalloc.tests.state_machine import Walk
 from kvalloc.vmm import VmmKVCache
 from kvalloc.vmm.driver import Driver
 from kvalloc.vmm.guard import GUARD_TOKENS
@@ -40,7 +40,7 @@ def walk(layout: str, driver: Driver, launch: Launch = lambda address, num_bytes
         Tiles that reached past what their sequence has mapped.
     """
     name, num_pages, options = LAYOUTS[layout]
-    geometry = SMALL if name == "SMALL" else getattr(test_cache_walk, name)
+    geometry = SMALL if name == "SMALL" else getattr(state_machine_backends, name)
     num_past = 0
     with VmmKVCache(
         geometry, num_pages * PAGE, PAGE, driver=driver, guard="zero", max_rows=12, **options

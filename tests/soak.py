@@ -151,7 +151,7 @@ def report(counts: dict[str, Count], head: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Soak, print the totals and write the report; 1 if anything was lost or leaked."""
-    parser = argparse.ArgumentParser(prog="soak", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="soak", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--operations", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))

@@ -224,7 +224,7 @@ def test_fields_of_the_json_are_defined(tmp_path: Path) -> None:
     (line,) = [line for line in commands("README.md") if "compare hole" in line]
     defined = {
         field
-        for field, _ in rows("docs/design.md", "| field | meaning |")
+        for field, _ in rows("docs/fields.md", "| field | meaning |")
         for field in field.replace("`", "").split(", ")
     }
     assert set(compared(line, tmp_path)["backends"][0]) - defined == {"spec", "series"}

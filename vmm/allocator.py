@@ -109,20 +109,23 @@ class VmmAllocator(PageAllocator):
 
     def _retire_tails(self, row: int, begins: dict[int, int]) -> None:
         """Keep pages that nobody else holds or may ask for in place, as warm ones."""
-        pages = {
-            g: self._table.of_row(row, self._columns[g], begin, self._held[g].item(row))
-            for g, begin in begins.items()
-        }
+        kept = list(begins)
         if self._num_shared or self.prefix_index.num_entries:
-            wanted = {g: begins[g] for g in pages if self._is_wanted(pages[g])}
+            wanted = {
+                g: begin
+                for g, begin in begins.items()
+                if self._is_wanted(row, g, begin, self._held[g].item(row))
+            }
             self._drop_tails(row, wanted)  # first, since it may fail
-            pages = {g: kept for g, kept in pages.items() if g not in wanted}
-        for g, kept in pages.items():
-            self._scrub_warm(row, g, begins[g], self._held[g].item(row))
-            self.pool.drop(kept)
-            self._num_used -= len(kept)
-            self._num_warm += len(kept)
-            self._held[g][row] = begins[g]
+            kept = [g for g in begins if g not in wanted]
+        for g in kept:
+            begin, end = begins[g], self._held[g].item(row)
+            self._scrub_warm(row, g, begin, end)
+            pages = self._table.of_row(row, self._columns[g], begin, end)
+            self.pool.rest(pages)
+            self._num_used -= len(pages)
+            self._num_warm += len(pages)
+            self._held[g][row] = begin
 
     def _scrub_warm(self, row: int, g: int, begin: int, end: int) -> None:
         """Overwrite pages that stay in place without a holder (if asked to)."""
