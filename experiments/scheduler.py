@@ -258,9 +258,9 @@ class Scheduler:
         ending = self._ending.get(self._now)
         if not ending:
             return 0
-        places = sorted((self.active.index(request), request) for request in ending)
+        places = sorted([(self.active.index(request), request) for request in ending], reverse=True)
         finished = [(i, request) for i, request in places if i < end]
-        for i, request in reversed(finished):
+        for i, request in finished:
             self.allocator.release(request)
             del self.active[i]
             self._forget(request)

@@ -50,7 +50,7 @@ class PageTable:
         self._widen(max(ns.tolist()) + 1)
         self.clock += 1
         self.stamp[rows] = self.clock
-        self.pages[rows, :, ns] = pages.reshape(len(rows), -1)
+        self.pages.transpose(0, 2, 1)[rows, ns] = pages.reshape(len(rows), -1)
 
     def _widen(self, width: int) -> None:
         rows, columns, old = self.pages.shape
