@@ -197,13 +197,18 @@ class VmmAllocator(PageAllocator):
         warm = self._ready[0] > self._held[0]
         for held, ready in zip(self._held[1:], self._ready[1:], strict=True):
             warm |= ready > held
-        rows = warm.nonzero()[0][::-1].tolist()
-        for is_live in (False, True):
-            for row in rows:
-                if bool(self._covered.item(row)) is is_live:
-                    self._unmap_warm(row, goal)
-                    if self.pool.num_free >= goal:
-                        return
+        live = []
+        for row in warm.nonzero()[0][::-1].tolist():
+            if self._covered.item(row):
+                live.append(row)
+                continue
+            self._unmap_warm(row, goal)
+            if self.pool.num_free >= goal:
+                return
+        for row in live:
+            self._unmap_warm(row, goal)
+            if self.pool.num_free >= goal:
+                return
 
     def _unmap_warm(self, row: int, goal: int) -> None:
         """Unmap the warm tail of a row, or as much of it as the goal asks for."""
