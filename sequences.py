@@ -17,6 +17,8 @@ from .contract import NeverFits, Seq
 
 Rows = NDArray[np.intp]
 Ints = NDArray[np.int64]
+ONE: Ints = np.array(1)
+"""Adding this to a short array takes half the time of adding a Python integer."""
 
 
 class SequenceTable:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..contract import NeverFits, OutOfMemory, Prefix, Seq, Usage
 from ..geometry import KVGeometry
-from ..sequences import Rows, at_least_one, check_fits, count
+from ..sequences import ONE, Rows, at_least_one, check_fits, count
 from .books import PageGroup
 from .moves import PageMoves
 from .pool import PagePool
@@ -146,7 +146,7 @@ class PageAllocator(PageMoves):
         rows = self._seqs.rows(seqs)
         if tokens > self._capacity:
             raise NeverFits(f"{tokens} tokens can never fit: the memory holds {self._capacity}")
-        lengths = self._length[rows] + tokens
+        lengths = self._length[rows] + (ONE if tokens == 1 else tokens)
         crossing = (lengths > self._covered[rows]).nonzero()[0]
         if crossing.size:
             if self.limit is not None:

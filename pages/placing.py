@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from ..sequences import Rows
+from ..sequences import ONE, Rows
 from .books import PageBooks
 from .pool import PageIds
 
@@ -70,7 +70,7 @@ class PagePlacing(PageBooks):
         num = len(rows) * self.num_columns
         self._require_free(num)
         begins = self._held[0][rows]
-        ends = begins + 1
+        ends = begins + ONE
         self._held[0][rows] = ends
         cold, at, until = rows, begins, ends
         if self._num_warm:
