@@ -16,11 +16,21 @@ import typer
 
 from .environment import environment
 from .errors import BadInput
-from .output import emit_json, format_bytes, parse_bytes
+from .output import emit_json, parse_bytes
+from .registry import load_average
+from .row_tables import Column, Columns, size
 
 Row = dict[str, Any]
 DEFAULT_PAGES = ("4KiB", "64KiB", "2MiB")
 NUM_WARM_UP = 10
+COLUMNS: Columns = (
+    Column("page", "page_bytes", size),
+    Column("call", "op"),
+    Column("p50, µs", "us_p50"),
+    Column("p99, µs", "us_p99"),
+    Column("bare p50, µs", "bare_us_p50"),
+    Column("ratio", "ratio"),
+)
 
 
 @dataclass(frozen=True)
@@ -139,12 +149,15 @@ def driver_command(
         "schema": 1,
         "experiment": "bench_driver",
         "environment": environment(),
+        "load_average": load_average(),
         "settings": asdict(config),
         "rows": rows,
     }
     emit_json(result, json if json is not None else str(out / "bench_driver.json"))
     if json != "-":
-        _show(rows)
+        from .row_tables import show, terminal_table
+
+        show(terminal_table(COLUMNS, rows, "Host driver"))
 
 
 def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:
@@ -154,28 +167,3 @@ def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:
     with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
         task = bar.add_task("rounds", total=total_rounds(config))
         return run(config, lambda num_done: bar.update(task, completed=num_done))
-
-
-def _show(rows: list[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="Host driver, microseconds per call")
-    for header in ("page", "call"):
-        table.add_column(header)
-    for header in ("p50", "p99", "bare p50", "ratio"):
-        table.add_column(header, justify="right")
-    previous = None
-    for row in rows:
-        if previous not in (None, row["page_bytes"]):
-            table.add_section()
-        shown = "" if row["page_bytes"] == previous else format_bytes(row["page_bytes"])
-        previous = row["page_bytes"]
-        figures = [row["us_p50"], row["us_p99"], row["bare_us_p50"]]
-        table.add_row(
-            shown,
-            row["op"],
-            *("–" if value is None else f"{value:.1f}" for value in figures),
-            "–" if row["ratio"] is None else f"{row['ratio']:.2f}",
-        )
-    Console().print(table)

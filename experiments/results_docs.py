@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import bench_allocators
+from . import bench_allocators, bench_driver, bench_mapped
 from .environment import in_short
 from .errors import BadInput
 from .output import write_atomic
@@ -27,7 +27,11 @@ PAGE = DOCS / "experiments.md"
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 RESULTS = DOCS / "results" / "cpu"
 _BLOCK = re.compile(r"<!-- (results|summary): (\S+) -->\n.*?<!-- end -->", re.DOTALL)
-BENCHES: dict[str, Columns] = {"bench_allocators": bench_allocators.COLUMNS}
+BENCHES: dict[str, Columns] = {
+    "bench_allocators": bench_allocators.COLUMNS,
+    "bench_driver": bench_driver.COLUMNS,
+    "bench_mapped": bench_mapped.COLUMNS,
+}
 SUMMARIES: dict[str, tuple[str, Columns, tuple[str, ...]]] = {
     "memory": (
         "policies",
