@@ -1,7 +1,8 @@
 """``kvalloc bench mapped``: does dense attention notice that its memory is mapped page by page?
 
-The same stock kernel reads the same numbers with the same strides, once through a mapped cache's
-view and once from an ordinary tensor; the two take turns, and the order within a turn alternates.
+The same stock kernel reads the same numbers with the same strides, through a mapped cache's view,
+from an ordinary tensor, and from a second ordinary tensor, which tells how far apart equals are.
+They take turns, and the order within a turn rotates.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ COLUMNS: Columns = (
     Column("plain ms", "plain_ms"),
     Column("mapped ms", "mapped_ms"),
     Column("mapped / plain", "ratio"),
+    Column("plain / plain", "control"),
 )
 
 
@@ -88,13 +90,14 @@ def _measure(config: Config, layout: str, batch: int, context: int) -> Row:
     buffers = 2 * config.kv_heads if layout == "head-major" else 2
     per_buffer = -(-context * geometry.bytes_per_token // buffers // config.page_bytes)
     memory = batch * buffers * per_buffer * config.page_bytes
-    mapped: list[float] = []
-    plain: list[float] = []
+    times: list[list[float]] = [[], [], []]
     for _ in range(config.fresh):
         with VmmKVCache(geometry, memory, config.page_bytes, layout=layout) as cache:
-            times = _take_turns(config, cache, batch, context)
-        mapped += times[0]
-        plain += times[1]
+            for all_times, new in zip(
+                times, _take_turns(config, cache, batch, context), strict=True
+            ):
+                all_times += new
+    mapped, plain, again = times
     return {
         "layout": layout,
         "batch": batch,
@@ -102,13 +105,12 @@ def _measure(config: Config, layout: str, batch: int, context: int) -> Row:
         "plain_ms": 1e3 * median(plain),
         "mapped_ms": 1e3 * median(mapped),
         "ratio": median(m / p for m, p in zip(mapped, plain, strict=True)),
+        "control": median(a / p for a, p in zip(again, plain, strict=True)),
     }
 
 
-def _take_turns(
-    config: Config, cache: VmmKVCache, batch: int, context: int
-) -> tuple[list[float], list[float]]:
-    """Seconds per call, mapped and plain. All views end with this function."""
+def _take_turns(config: Config, cache: VmmKVCache, batch: int, context: int) -> list[list[float]]:
+    """Seconds per call: mapped, plain, and plain again. All views end with this function."""
     import torch
 
     from ..contract import DenseView
@@ -121,22 +123,26 @@ def _take_turns(
         cache.write(0, [seq], kv[0], kv[1], lens=[context])
     view = cache.view(0, seqs)
     num_rows = int(view.starts.max()) + context
-    copies = []
-    for tensor in (view.k, view.v):
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
         copy = torch.empty_strided((num_rows, *tensor.shape[1:]), tensor.stride())
         for start in view.starts.tolist():
             copy[start : start + context] = tensor[start : start + context]
-        copies.append(copy)
-    other = DenseView(copies[0], copies[1], view.starts, view.lengths)
+        return copy
+
+    views = [view] + [
+        DenseView(copied(view.k), copied(view.v), view.starts, view.lengths) for _ in range(2)
+    ]
     q = torch.randn(batch, config.q_heads, config.head_dim)
-    assert torch.equal(attend(q, view), attend(q, other)), "the two differ"
-    times: dict[bool, list[float]] = {True: [], False: []}
+    assert torch.equal(attend(q, view), attend(q, views[1])), "the two differ"
+    times: list[list[float]] = [[], [], []]
     for turn in range(config.turns):
-        for mapped in (True, False) if turn % 2 else (False, True):
+        for n in range(3):
+            which = (turn + n) % 3
             begin = perf_counter()
-            attend(q, view if mapped else other)
-            times[mapped].append(perf_counter() - begin)
-    return times[True], times[False]
+            attend(q, views[which])
+            times[which].append(perf_counter() - begin)
+    return times
 
 
 def mapped_command(
