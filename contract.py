@@ -62,7 +62,10 @@ class Allocator(ABC):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """Most tokens that the memory can hold for one sequence: whole pages, rounded down."""
+        """Most tokens that the memory can hold for one sequence: whole pages, rounded down.
+
+        Of the whole memory, whoever holds it now: what is beyond this ``NeverFits``.
+        """
 
     @abstractmethod
     def admit(

@@ -14,7 +14,8 @@ class OutOfMemory(Exception):
         ``"tokens"`` (contiguous), ``"pages"`` (paged, vmm) or ``"rows"`` (a mapped cache that
         has addresses for no further sequence).
     blocked : bool
-        Growth in place met an occupied neighbour (relocation is not allowed).
+        Waiting for room does not help this sequence: it grows only where it is (contiguous), and
+        the neighbour is occupied, the arena ends, or its reservation is used up.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class OutOfMemory(Exception):
     def __str__(self) -> str:  # a scheduler refuses by the thousand and reads none of them
         reason = f"the largest free run is {self.largest_free}"
         if self.blocked:
-            reason = "the neighbour is occupied"
+            reason = "the sequence cannot grow where it is"
         return f"{self.needed} {self.unit} needed, {self.free} free, {reason}"
 
     def __reduce__(self) -> tuple[object, ...]:

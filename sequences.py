@@ -125,18 +125,13 @@ class SequenceTable:
     def _without_row(self, seq: Seq) -> KeyError | ValueError:
         if seq in self.away:
             return ValueError(f"sequence {seq!r} is offloaded: restore it first")
-        return unknown(seq)
+        return KeyError(f"sequence {seq!r} is not live: never admitted, or released already")
 
 
 def require_batch(seqs: object) -> None:
     """Refuse what cannot be read twice in the same order: generators, sets, views of dicts."""
     if type(seqs) is not list and not isinstance(seqs, Sequence | np.ndarray):
         raise TypeError(f"a batch is a list of sequences, not {type(seqs).__name__}")
-
-
-def unknown(seq: Seq) -> KeyError:
-    """The error for a sequence that is not live."""
-    return KeyError(f"sequence {seq!r} is not live: never admitted, or released already")
 
 
 def count(name: str, value: int) -> int:

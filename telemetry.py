@@ -140,7 +140,7 @@ class MeasuredAllocator(Allocator):
 class Measured(MeasuredAllocator, KVCache):
     """Any cache, its verbs timed under their own names.
 
-    >>> # cache = Measured(PagedKVCache(…)); …; cache.clock.seconds("grow")
+    ``cache = Measured(PagedKVCache(…))``, and later ``cache.clock.seconds("grow")``.
     """
 
     inner: KVCache

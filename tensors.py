@@ -1,18 +1,9 @@
 """What the three caches do alike around their tensors: check arguments, place tokens, close.
 
-A cache's ``write`` and ``view`` go through the same steps, all before anything is touched::
-
-    def write(self, layer, seqs, k, v, *, lens=None):
-        batch = self._memo.get(self._version, seqs, lens, lambda: self._placed(seqs, lens))
-        check_tensors(self.geometry, layer, k, v, batch.num_tokens, self.device)
-        …
-
-    def _placed(self, seqs, lens):                  # once per step, not once per layer
-        lengths = self._length[self._table.rows(seqs)]
-        owner, position = newest(lengths, check_lens(seqs, lengths, lens))
-        …                                           # backend: (owner, position) -> index
-
-and ``__init__`` begins with ``dtype = torch_dtype(geometry)``, ``close`` ends with ``seal(self)``.
+A cache's ``write`` goes through the same steps, all before anything is touched: where the tokens
+go is worked out once per step, not once per layer (``BatchMemo``), by ``check_lens`` and
+``newest``, and every layer's tensors are held against it (``check_tensors``). ``torch_dtype``
+refuses in ``__init__`` what no kernel reads; ``close`` ends with ``seal(self)``.
 """
 
 from __future__ import annotations

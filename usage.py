@@ -9,14 +9,19 @@ class Usage(NamedTuple):
     """Where the bytes are. One token is one byte where there is no geometry.
 
     ``reserved + free == capacity`` and ``live + reservation + tail == reserved``, always.
+
+    Where several allocators draw on one pool, ``live``, ``reserved``, ``reservation``, ``tail`` and
+    ``table_bytes`` are those of the one that is asked. ``free``, ``largest_free`` and ``warm`` are
+    of the pool, since each may take what another keeps warm; so ``capacity`` falls while others
+    hold pages. All ``reserved`` together and one ``free`` make up the pool.
     """
 
     capacity: int
-    """Bytes under management: whole pages (or whole tokens)."""
+    """Bytes that are held or free: whole pages (or whole tokens)."""
     live: int
     """Bytes of stored tokens; a token shared by several sequences counts once."""
     reserved: int
-    """Bytes that live sequences hold."""
+    """Bytes that live sequences hold; a page with several holders counts once."""
     reservation: int
     """Waste: bytes held for tokens that are not generated yet."""
     tail: int

@@ -28,9 +28,9 @@ def draw(
     ----------
     compare
         What compare.json holds. The ``owners`` of a backend, if recorded, are
-        ``{"steps": [step…], "slots": N, "rows": [[[start, stop, request, live]…]…]}``: per
+        ``{"steps": [step…], "slots": N, "rows": [[[start, stop, request, stored]…]…]}``: per
         step the token slots ``[start, stop)`` that each request holds (by its place in the
-        trace, from 0), of which the first ``live`` store a token (unknown, if left out); and
+        trace, from 0), of which the first ``stored`` hold a token (unknown, if left out); and
         optionally ``"refusals": [[step, request, needed, free, largest_free]…]`` in tokens.
         Their ``numbers`` are for the report.
     out_dir

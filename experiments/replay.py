@@ -44,7 +44,8 @@ class Owners:
     ----------
     rows : list
         Per step ``[start, stop, request, stored]``: slots, whose they are, and how many of
-        them hold a token.
+        them hold a token. Books do not tell that by interval: the tokens of a request fill its
+        intervals in their order, those that a sliding window let go of included.
     refusals : list
         ``[step, request]``, and where the backend counts tokens needed, free, largest_free.
     numbers : dict

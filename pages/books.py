@@ -1,8 +1,9 @@
 """The books of page-granular backends: which pages each row holds, and how it comes by them.
 
-Rows are numbers of sequences; the verbs with names are in ``paging``. Backends differ in where
-the pages are seen (through a block table, or at consecutive virtual addresses) and in what
-happens when a page is put under a row (nothing, or driver calls): the hooks at the end.
+Rows are numbers of sequences; the verbs, which take names, are in ``allocator`` and ``moves``.
+Backends differ in where the pages are seen (through a block table, or at consecutive virtual
+addresses) and in what happens when a page is put under a row (nothing, or driver calls): the
+hooks at the end.
 """
 
 from __future__ import annotations

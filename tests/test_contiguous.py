@@ -77,6 +77,7 @@ def test_growth_past_a_reservation_is_refused() -> None:
     refused = allocator.grow(["a", "b", "c"])
     assert list(refused) == ["b"] and refused["b"].blocked and refused["b"].fragmented
     assert (refused["b"].needed, refused["b"].free) == (1, 62)
+    assert str(refused["b"]).endswith("62 free, the sequence cannot grow where it is")
     assert [allocator.length(name) for name in "abc"] == [5, 6, 5]
     assert allocator.usage().live == before.live + 2
     assert list(allocator.grow(["a", "b", "c"], 3)) == ["a", "b", "c"]

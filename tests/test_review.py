@@ -116,6 +116,21 @@ def test_a_dropped_member_takes_nothing_from_the_others() -> None:
     assert second.usage().free == 0
 
 
+def test_usage_on_a_shared_pool() -> None:
+    """What is held is one's own; what is free, and warm, is the pool's."""
+    pool = PagePool(10)
+    first, second = (PagedAllocator(SLOTS, None, 4, pool=pool) for _ in range(2))
+    first.admit("a", 6)
+    second.admit("b", 16, prefix=[("x", 16)])
+    second.release("b")  # its pages wait in the index
+    second.admit("c", 4)
+    one, other = first.usage(), second.usage()
+    assert (one.live, one.reserved, other.live, other.reserved) == (6, 8, 4, 4)
+    assert (one.free, one.warm) == (other.free, other.warm) == (28, 16)
+    assert (one.capacity, other.capacity) == (36, 32)
+    assert one.reserved + other.reserved + one.free == 40 == first.capacity == second.capacity
+
+
 def test_a_prefix_without_hits_leaves_rows_warm() -> None:
     counting = Refusing(SLOTS, 64, 8)
     for turn in range(20):

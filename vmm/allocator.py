@@ -188,7 +188,7 @@ class VmmAllocator(PageAllocator):
         """
         goal = self.pool.num_free + num_pages
         if self._num_warm:
-            self._reclaim_warm(self.pool.num_free + num_pages + RECLAIM_RUN * self.num_columns)
+            self._reclaim_warm(goal + RECLAIM_RUN * self.num_columns)
         if self.pool.num_free < goal:
             super().give_back(goal - self.pool.num_free)
 
