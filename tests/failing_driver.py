@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from kvalloc.vmm.driver import Driver, DriverError
+from kvalloc.vmm.driver import VERBS, Driver, DriverError
 
 if TYPE_CHECKING:
     import torch
-
-VERBS = ("reserve", "free", "create", "release", "map", "allow", "unmap")
 
 
 class FailingDriver:

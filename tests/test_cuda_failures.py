@@ -12,16 +12,10 @@ import pytest
 
 from kvalloc.contract import OutOfMemory
 from kvalloc.tests.conformance.conformance import run_in_subprocess
-from kvalloc.tests.failing_driver import VERBS, FailingDriver
-from kvalloc.tests.failure_script import (
-    GUARD,
-    GUARDED,
-    PAGE,
-    SCENARIOS,
-    closing_fails_at,
-    fails_at,
-    making_fails_at,
-)
+from kvalloc.tests.failing_driver import FailingDriver
+from kvalloc.tests.failure_scenes import GUARD, GUARDED, PAGE, SCENARIOS
+from kvalloc.tests.failure_script import closing_fails_at, fails_at, making_fails_at
+from kvalloc.vmm.driver import VERBS
 from kvalloc.vmm.host import HostDriver
 
 FULL = OutOfMemory(1, 0, 0, unit="pages")
@@ -88,7 +82,7 @@ def test_failing_to_make_or_close_leaves_nothing(
 def _every_call(names: list[str], code: int) -> None:
     import logging
 
-    from kvalloc.tests import failure_script
+    from kvalloc.tests import failure_scenes, failure_script
     from kvalloc.tests.conformance.conformance import ConformanceDriver, Library
 
     class LibraryFaults:
@@ -106,7 +100,7 @@ def _every_call(names: list[str], code: int) -> None:
             return library.count("bytes")
 
     logging.disable()  # a window that cannot let go of pages warns
-    scenarios = failure_script.SCENARIOS | failure_script.GUARDED
+    scenarios = failure_scenes.SCENARIOS | failure_scenes.GUARDED
     library = Library()
     library.call("cuInit", 0)
     # Current already, so that no verb has to switch: a switch back that fails would come after
@@ -120,7 +114,7 @@ def _every_call(names: list[str], code: int) -> None:
             faults, driver = LibraryFaults(), ConformanceDriver()
             verb, _, guard = name.partition(", ")
             if verb in others:
-                options = failure_script.GUARD if guard else {}
+                options = failure_scenes.GUARD if guard else {}
                 failed, refused = others[verb](driver, faults, n, **options)
             else:
                 scenario = scenarios[name]

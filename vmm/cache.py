@@ -26,8 +26,8 @@ from ..tensors import (
     torch_dtype,
 )
 from .devices import make_driver
-from .driver import Driver, DriverError
-from .guard import GUARD_TOKENS, Guard, check_guard, lays_zeros
+from .driver import Driver, DriverError, Guard, check_guard
+from .guard import GUARD_TOKENS, lays_zeros
 from .locked import LockedVmmAllocator
 from .mapper import Mapper
 from .physical import PhysicalPool

@@ -18,12 +18,10 @@ from ..contract import OutOfMemory
 from . import dlpack
 from .cuda_device import CudaDevice, Fence
 from .cuda_library import OUT_OF_MEMORY, CudaError
-from .driver import DriverError
+from .driver import VERBS, DriverError
 
 if TYPE_CHECKING:
     import torch
-
-VERBS = ("reserve", "free", "create", "release", "map", "allow", "unmap")
 
 
 class CudaDriver:

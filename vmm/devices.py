@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from .driver import Driver, DriverError
+from .driver import Driver, DriverError, Guard
 
 if TYPE_CHECKING:
     import torch
 
 
-def make_driver(device: torch.device, page_bytes: int, guard: Literal["fault", "zero"]) -> Driver:
+def make_driver(device: torch.device, page_bytes: int, guard: Guard) -> Driver:
     """The driver for a device, for pages of ``page_bytes``.
 
     Parameters

@@ -12,10 +12,22 @@ allocator above them is the same code. Rules, enforced by both:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+VERBS = ("reserve", "free", "create", "release", "map", "allow", "unmap")
+"""The seven; ``tensor``, ``fence``, ``wait`` and ``close`` come beside them."""
+
+Guard = Literal["fault", "zero"]
+"""What an address without a page does when it is read."""
+
+
+def check_guard(guard: str) -> None:
+    """Raise ``ValueError`` unless there is such a guard."""
+    if guard not in ("fault", "zero"):
+        raise ValueError(f"guard {guard!r} is unknown: give 'fault' or 'zero'")
 
 
 class DriverError(RuntimeError):

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
-from typing import Literal
 
 import torch
 
-from .driver import Driver
+from .driver import Driver, Guard
 from .reservation import Reservation
 
 GUARD_TOKENS = 256
@@ -23,15 +22,6 @@ GUARD_TOKENS = 256
 FlashAttention-3 loads whole tiles: 176 rows at head dimension 128, 224 in 8-bit types (its
 ``tile_size.h``).
 """
-
-
-Guard = Literal["fault", "zero"]
-
-
-def check_guard(guard: str) -> None:
-    """Raise ``ValueError`` unless there is such a guard."""
-    if guard not in ("fault", "zero"):
-        raise ValueError(f"guard {guard!r} is unknown: give 'fault' or 'zero'")
 
 
 def lays_zeros(guard: Guard, driver: Driver, ahead_tokens: int) -> bool:

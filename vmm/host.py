@@ -12,18 +12,16 @@ import operator
 import os
 import weakref
 from threading import Lock
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from . import system
 from .addresses import AddressSpace
-from .driver import DriverError
+from .driver import VERBS, DriverError, Guard, check_guard
 from .mappings import Mappings, Page
 from .memfile import MemFile
 
 if TYPE_CHECKING:
     import torch
-
-VERBS = ("reserve", "free", "create", "release", "map", "allow", "unmap")
 
 
 class HostDriver:
@@ -58,16 +56,13 @@ class HostDriver:
         A size or an address that is not a multiple of the granularity.
     """
 
-    def __init__(
-        self, granularity: int = 2 << 20, guard: Literal["fault", "zero"] = "fault"
-    ) -> None:
+    def __init__(self, granularity: int = 2 << 20, guard: Guard = "fault") -> None:
         if granularity <= 0 or granularity % system.OS_PAGE:
             raise ValueError(
                 f"granularity {granularity} is not a multiple of the OS page: "
                 f"give a multiple of {system.OS_PAGE}"
             )
-        if guard not in ("fault", "zero"):
-            raise ValueError(f"guard {guard!r} is unknown: give 'fault' or 'zero'")
+        check_guard(guard)
         self._libc = system.libc()
         self._granularity = granularity
         self._idle = system.PROT_NONE if guard == "fault" else system.PROT_READ
