@@ -22,7 +22,7 @@ from ..vmm.allocator import ADOPTION, VmmAllocator
 from .generators import generate
 from .registry import Report, Row
 from .row_tables import Column, Columns
-from .scheduler import Scheduler
+from .saturated import drain
 from .trace import Trace
 
 SIMULATED = False
@@ -122,10 +122,8 @@ def _trace(lengths: str, config: Config) -> Trace:
 def _serve(trace: Trace, allocator: CountingAllocator, running: int) -> int:
     """Serve everything once; returns the driver calls that it took."""
     before = allocator.num_calls
-    scheduler = Scheduler(allocator, trace.prompt, trace.output, trace.max_new, max_running=running)
-    scheduler.step(range(len(trace)))
-    while scheduler.active or scheduler.waiting:
-        scheduler.step(range(0))
+    for _ in drain(trace, allocator, max_running=running):
+        pass
     return allocator.num_calls - before
 
 

@@ -167,10 +167,11 @@ def _default_page(geometry: KVGeometry, layout: str, num_rows: int, device: torc
     if device.type != "cpu":
         return DEVICE_PAGE_BYTES
     page_bytes = HOST_PAGE_BYTES
-    while num_rows * _pages_of_row(geometry, layout, page_bytes) > MOST_MAPPINGS:
+    while (
+        page_bytes < DEVICE_PAGE_BYTES
+        and num_rows * _pages_of_row(geometry, layout, page_bytes) > MOST_MAPPINGS
+    ):
         page_bytes *= 2
-        if page_bytes >= DEVICE_PAGE_BYTES:
-            break
     return page_bytes
 
 

@@ -167,7 +167,7 @@ class DenseLayer(Layer):
         self._k.narrow(2, begin, num_tokens).copy_(key_states)
         self._v.narrow(2, begin, num_tokens).copy_(value_states)
         self.length = end
-        first = 0 if self.window is None else max(0, begin - self.window + 1)
+        first = self._first(begin)
         return self._k.narrow(2, first, end - first), self._v.narrow(2, first, end - first)
 
     def _look(self) -> None:

@@ -10,9 +10,8 @@ import torch
 
 from ..contract import KVCache, NeverFits, OutOfMemory
 from ..geometry import KVGeometry, LayerShape, canonical_dtype
+from ..kernels.attention import DTYPES
 from ..sequences import count
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Rows(ABC):
