@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..contract import DenseView, KVCache
+from .gpu_mapped import make_cache
 from .gpu_stage import NotHere, Report, Target, require
-from .gpu_vmm import make_cache
 
 if TYPE_CHECKING:
     import torch

@@ -11,8 +11,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+from .gpu_mapped import make_cache, write
 from .gpu_stage import Report, Target, require
-from .gpu_vmm import make_cache, write
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
+from .gpu_mapped import give_back, mapped
 from .gpu_stage import NotHere, Report, Target, require
-from .gpu_vmm import give_back, mapped
 
 if TYPE_CHECKING:
     import torch

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvalloc.experiments import gpu_check, gpu_flash, gpu_vmm
-from kvalloc.experiments.compare_command import Device, choose_device
+from kvalloc.experiments import gpu_check, gpu_flash, gpu_mapped
+from kvalloc.experiments.compare_command import choose_device
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.gpu_stage import CheckFailed, NotHere, Report, Target, require
 from kvalloc.tests.conformance import conformance
@@ -72,15 +72,15 @@ def test_nan_is_no_small_error() -> None:
 
 def test_a_lost_token_is_found() -> None:
     driver = Target("cpu").driver()
-    with gpu_vmm.make_cache(driver) as cache:
+    with gpu_mapped.make_cache(driver) as cache:
         cache.admit("a", 40)
-        gpu_vmm.write(cache, "a", range(40))
-        gpu_vmm.holds(cache, "a", range(40))
+        gpu_mapped.write(cache, "a", range(40))
+        gpu_mapped.holds(cache, "a", range(40))
         view = cache.view(1, ["a"])
         view.v[39, 0, 0] += 1
         del view
         with pytest.raises(CheckFailed, match="V of layer 1, sequence 'a', differs"):
-            gpu_vmm.holds(cache, "a", range(40))
+            gpu_mapped.holds(cache, "a", range(40))
     driver.close()
 
 
@@ -229,18 +229,18 @@ def test_stages_need_no_library_of_the_command_line(tmp_path: Path) -> None:
 
 @NEEDS_NO_GPU
 def test_device_of_compare() -> None:
-    assert choose_device(Device.cpu, True) == "cpu"
-    assert choose_device(Device.auto, True) == "cpu"
-    assert choose_device(Device.auto, False) == "cpu"
+    assert choose_device("cpu", True) == "cpu"
+    assert choose_device("auto", True) == "cpu"
+    assert choose_device("auto", False) == "cpu"
     with pytest.raises(BadInput, match="torch finds no GPU here"):
-        choose_device(Device.cuda, True)
+        choose_device("cuda", True)
     with pytest.raises(BadInput, match="--account runs nothing"):
-        choose_device(Device.cuda, False)
+        choose_device("cuda", False)
 
 
 def test_auto_takes_the_gpu_and_makes_launches_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
-    assert choose_device(Device.cpu, True) == "cpu"
-    assert choose_device(Device.auto, True) == choose_device(Device.cuda, True) == "cuda"
+    assert choose_device("cpu", True) == "cpu"
+    assert choose_device("auto", True) == choose_device("cuda", True) == "cuda"
     assert os.environ.pop("CUDA_LAUNCH_BLOCKING") == "1"
