@@ -8,14 +8,14 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from ..contract import Allocator
 from ..geometry import KVGeometry
 from ..telemetry import Clock
+from .compare_fields import described_settings, described_trace, peaks, times
 from .environment import environment
 from .errors import BadInput
-from .recorder import Recorder, in_tokens
-from .replay import Result, owners_json, replay
+from .recorder import in_tokens
+from .replay import Engine, Result, owners_json, replay
 from .scheduler import OnFailure, OnFull
 from .specs import Spec
 from .trace import Trace
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int], None]
 Report = Callable[[int], None]
-ALLOCATE = ("admit", "grow", "release", "offload", "restore")
 MAX_REQUESTS_WITH_OWNERS = 200
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -85,8 +84,8 @@ def compare(trace: Trace, settings: Settings, progress: Progress | None = None) 
     return {
         "schema": 1,
         "environment": environment(),
-        "trace": _describe(trace, settings),
-        "settings": _describe_settings(settings),
+        "trace": described_trace(trace, settings),
+        "settings": described_settings(settings),
         "backends": backends,
     }
 
@@ -130,12 +129,12 @@ def _one(
         "hit_tokens": counts.hit_tokens,
         "recomputed_tokens": counts.recomputed_tokens,
         "swapped_tokens": counts.swapped_tokens,
-        **_peaks(recorder, settings.geometry.bytes_per_token),
+        **peaks(recorder, settings.geometry.bytes_per_token),
         "steps": recorder.num_steps,
         "tokens": counts.tokens,
         "allocations": counts.allocations,
         "table_bytes": recorder.peak_table_bytes,
-        **_times(clock, total),
+        **times(clock, total),
         "max_abs_error": extra["error"],
         "series": {
             name: values
@@ -151,18 +150,8 @@ def _account(
     trace: Trace, settings: Settings, spec: Spec, report: Report
 ) -> tuple[Result, Clock | None, dict[str, Any]]:
     allocator = spec.allocator(settings.geometry, settings.memory_bytes)
-    result = replay(
-        trace,
-        allocator,
-        step_ms=settings.step_ms,
-        on_full=settings.on_full,
-        on_failure=settings.on_failure,
-        owners=len(trace) <= MAX_REQUESTS_WITH_OWNERS,
-        progress=report,
-    )
-    allocator.check_invariants()
-    slots = in_tokens(allocator.usage().capacity, settings.geometry.bytes_per_token)
-    return result, None, {"capacity": allocator.capacity, "slots": slots, "error": None}
+    result, extra = _replayed(trace, settings, allocator, report)
+    return result, None, {**extra, "error": None}
 
 
 def _runner(trace: Trace, settings: Settings) -> Make:
@@ -184,97 +173,36 @@ def _run(
     report: Report,
 ) -> tuple[Result, Clock | None, dict[str, Any]]:
     from ..telemetry import Measured
-    from .engine import Engine
+    from .engine import Engine as MadeUpEngine
 
     clock = Clock()
     cache = spec.cache(
         settings.geometry, settings.memory_bytes, device=settings.device, layout=settings.layout
     )
     with Measured(cache, clock) as measured:
-        engine = Engine(measured, clock, values=values, expected=expected)
-        result = replay(
-            trace,
-            measured,
-            step_ms=settings.step_ms,
-            on_full=settings.on_full,
-            on_failure=settings.on_failure,
-            engine=engine,
-            owners=len(trace) <= MAX_REQUESTS_WITH_OWNERS,
-            progress=report,
-        )
-        measured.check_invariants()
-        slots = in_tokens(measured.usage().capacity, settings.geometry.bytes_per_token)
-        extra = {"capacity": measured.capacity, "slots": slots, "error": engine.max_abs_error}
-    return result, clock, extra
+        engine = MadeUpEngine(measured, clock, values=values, expected=expected)
+        result, extra = _replayed(trace, settings, measured, report, engine)
+    return result, clock, {**extra, "error": engine.max_abs_error}
 
 
-def _peaks(recorder: Recorder, token_bytes: int) -> dict[str, Any]:
-    return {
-        "peak_live": in_tokens(recorder.peak_live, token_bytes),
-        "peak_reserved": in_tokens(recorder.peak_reserved, token_bytes),
-        "peak_waste": in_tokens(recorder.peak_waste, token_bytes),
-        "peak_fragmentation": recorder.peak_fragmentation,
-    }
-
-
-def _times(clock: Clock | None, total: float) -> dict[str, Any]:
-    """Times of a real run; null without one."""
-    if clock is None:
-        nothing = {"allocate": None, "write": None, "attend": None, "total": None}
-        return {
-            "seconds": nothing,
-            "allocate_us": {"p50": None, "p99": None, "max": None},
-            "attend_ms": {"p50": None, "p99": None},
-            "tpot_ms": {"p50": None, "p99": None},
-        }
-    allocate = percentiles(clock.all_durations(*ALLOCATE), 1e3)
-    attend = percentiles(clock.all_durations("attend"), 1e6)
-    step = percentiles(clock.all_durations("step"), 1e6)
-    return {
-        "seconds": {
-            "allocate": clock.seconds(*ALLOCATE),
-            "write": clock.seconds("write"),
-            "attend": clock.seconds("attend", "prefill"),
-            "total": total,
-        },
-        "allocate_us": allocate,
-        "attend_ms": {"p50": attend["p50"], "p99": attend["p99"]},
-        "tpot_ms": {"p50": step["p50"], "p99": step["p99"]},
-    }
-
-
-def percentiles(durations_ns: list[int], unit_ns: float) -> dict[str, float | None]:
-    """Median, 99th percentile and maximum in the given unit; null for no durations."""
-    if not durations_ns:
-        return {"p50": None, "p99": None, "max": None}
-    values = np.array(durations_ns) / unit_ns
-    p50, p99 = np.percentile(values, [50, 99])
-    return {"p50": float(p50), "p99": float(p99), "max": float(values.max())}
-
-
-def _describe(trace: Trace, settings: Settings) -> dict[str, Any]:
-    return {
-        "name": trace.name,
-        "requests": len(trace),
-        "prompt_tokens": int(trace.prompt.sum()),
-        "output_tokens": int(trace.output.sum()),
-        "max_context": int((trace.prompt + trace.output).max()),
-        "unit": trace.unit,
-        "step_ms": settings.step_ms if trace.unit == "s" else None,
-        "notices": list(trace.notices),
-    }
-
-
-def _describe_settings(settings: Settings) -> dict[str, Any]:
-    return {
-        "mode": "run" if settings.run else "account",
-        "model": settings.geometry.name,
-        "dtype": settings.geometry.dtype,
-        "bytes_per_token": settings.geometry.bytes_per_token,
-        "memory_bytes": settings.memory_bytes,
-        "on_full": settings.on_full,
-        "on_failure": settings.on_failure,
-        "device": settings.device if settings.run else None,
-        "layout": settings.layout if settings.run else None,
-        "seed": settings.seed,
-    }
+def _replayed(
+    trace: Trace,
+    settings: Settings,
+    allocator: Allocator,
+    report: Report,
+    engine: Engine | None = None,
+) -> tuple[Result, dict[str, Any]]:
+    """The outcome, and how much the allocator could hold."""
+    result = replay(
+        trace,
+        allocator,
+        step_ms=settings.step_ms,
+        on_full=settings.on_full,
+        on_failure=settings.on_failure,
+        engine=engine,
+        owners=len(trace) <= MAX_REQUESTS_WITH_OWNERS,
+        progress=report,
+    )
+    allocator.check_invariants()
+    slots = in_tokens(allocator.usage().capacity, settings.geometry.bytes_per_token)
+    return result, {"capacity": allocator.capacity, "slots": slots}

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..telemetry import Clock
 from .chrome_trace import Spans
-from .compare import ALLOCATE, percentiles
+from .compare_fields import ALLOCATE, percentiles
 from .recorder import in_tokens
 from .registry import Row
 from .replay import Result
