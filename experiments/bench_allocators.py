@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .commands import JsonFile, progress_bar
 from .environment import environment
 from .errors import BadInput
 from .output import emit_json
@@ -54,7 +55,9 @@ def register(bench: typer.Typer) -> None:
     bench.command("allocators")(allocators_command)
 
 
-def run(config: Config, progress: Callable[[int], None] = lambda num_done: None) -> list[Row]:
+def run(
+    config: Config, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Row]:
     """Time each backend in a fresh process; the median of the repetitions.
 
     Returns
@@ -76,9 +79,9 @@ def run(config: Config, progress: Callable[[int], None] = lambda num_done: None)
         parse_spec(spec, slots=True)
     rows = []
     for done, spec in enumerate(config.backends):
-        progress(done)
+        progress(done, len(config.backends))
         rows.append(_in_a_process(spec, config))
-    progress(len(config.backends))
+    progress(len(config.backends), len(config.backends))
     return rows
 
 
@@ -148,10 +151,7 @@ def allocators_command(
     requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 10_000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs, of which the median.")] = 5,
     out: Annotated[Path, typer.Option(help="Folder for bench_allocators.json.")] = Path("out"),
-    json: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Time the bookkeeping of each backend, the scheduler's loop included.
 
@@ -160,7 +160,8 @@ def allocators_command(
     [cyan]kvalloc bench allocators -b paged:16 -b vmm:16 --json -[/cyan]
     """
     config = Config(tuple(backend or DEFAULT_BACKENDS), requests, repeats)
-    rows = _run_with_bar(config, quiet=json == "-")
+    with progress_bar("backends", quiet=json == "-") as progress:
+        rows = run(config, progress)
     document = {
         "schema": 1,
         "experiment": "bench_allocators",
@@ -174,15 +175,6 @@ def allocators_command(
         from .row_tables import show, terminal_table
 
         show(terminal_table(COLUMNS, rows, "Bookkeeping, canonical trace"))
-
-
-def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task("backends", total=len(config.backends))
-        return run(config, lambda num_done: bar.update(task, completed=num_done))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..geometry import canonical_dtype
+from .commands import JsonFile, progress_bar
 from .environment import environment
 from .errors import BadInput
 from .output import emit_json
@@ -154,10 +155,7 @@ def attention_command(
     out: Annotated[
         Path, typer.Option(help="Folder for bench_attention.json and the figure.")
     ] = Path("out"),
-    json: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Time the attention kernels: stock dense ones, our paged one, and peers.
 
@@ -180,7 +178,8 @@ def attention_command(
         rounds=rounds,
     )
     config = quick(config) if small else config
-    rows = _run_with_bar(config, quiet=json == "-")
+    with progress_bar("points", quiet=json == "-") as progress:
+        rows = run(config, progress)
     document = {
         "schema": 1,
         "experiment": "bench_attention",
@@ -202,15 +201,6 @@ def _dtype(name: str) -> str:
         return canonical_dtype(name)
     except ValueError as error:
         raise BadInput(str(error)) from error
-
-
-def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task("points", total=None)
-        return run(config, lambda done, total: bar.update(task, completed=done, total=total))
 
 
 def _show(rows: list[Row], paths: list[Path]) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .commands import JsonFile, progress_bar
 from .environment import environment
 from .errors import BadInput
 from .output import emit_json
@@ -193,10 +194,7 @@ def cache_command(
     out: Annotated[Path, typer.Option(help="Folder for bench_cache.json and the figure.")] = Path(
         "out"
     ),
-    json: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Time the caches of a transformers model: its own, and ours.
 
@@ -217,7 +215,8 @@ def cache_command(
         num_rounds=rounds,
         max_length=max_length,
     )
-    rows = _run_with_bar(config, quiet=json == "-")
+    with progress_bar("phases", quiet=json == "-") as progress:
+        rows = run(config, progress)
     document = {
         "schema": 1,
         "experiment": "bench_cache",
@@ -232,12 +231,3 @@ def cache_command(
     paths = plot(rows, out)
     show(terminal_table(COLUMNS, rows, "Caches of a transformers model"))
     print(f"Written to {out}/: bench_cache.json, " + ", ".join(path.name for path in paths))
-
-
-def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task("phases", total=None)
-        return run(config, lambda done, total: bar.update(task, completed=done, total=total))

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .commands import JsonFile, progress_bar
 from .environment import environment
 from .errors import BadInput
 from .output import emit_json, parse_bytes
@@ -46,7 +47,9 @@ def register(bench: typer.Typer) -> None:
     bench.command("driver")(driver_command)
 
 
-def run(config: Config, progress: Callable[[int], None] = lambda num_done: None) -> list[Row]:
+def run(
+    config: Config, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Row]:
     """Time every verb of the host driver, and growth of a ``VmmKVCache`` on it.
 
     Parameters
@@ -54,7 +57,7 @@ def run(config: Config, progress: Callable[[int], None] = lambda num_done: None)
     config
         What to time and how often.
     progress
-        Called with the number of rounds done, of ``total_rounds(config)``.
+        Called with rounds done and rounds in all, those that warm up included.
 
     Returns
     -------
@@ -79,7 +82,7 @@ def run(config: Config, progress: Callable[[int], None] = lambda num_done: None)
         if page_bytes % OS_PAGE:
             raise BadInput(f"a page of {page_bytes} bytes is not a multiple of {OS_PAGE}")
     rows: list[Row] = []
-    num_done = 0
+    num_done, total = 0, 2 * len(config.page_bytes) * (NUM_WARM_UP + config.num_rounds)
     for page_bytes in config.page_bytes:
         for make_rounds in (verb_rounds, grow_rounds):
             timed: list[Times] = []
@@ -87,14 +90,9 @@ def run(config: Config, progress: Callable[[int], None] = lambda num_done: None)
                 for _ in range(NUM_WARM_UP + config.num_rounds):
                     timed.append(next(rounds))
                     num_done += 1
-                    progress(num_done)
+                    progress(num_done, total)
             rows += _rows(page_bytes, timed[NUM_WARM_UP:])
     return rows
-
-
-def total_rounds(config: Config) -> int:
-    """Rounds that ``run`` makes, those that warm up included."""
-    return 2 * len(config.page_bytes) * (NUM_WARM_UP + config.num_rounds)
 
 
 def _rows(page_bytes: int, timed: list[Any]) -> list[Row]:
@@ -128,10 +126,7 @@ def driver_command(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per page size.")] = 500,
     out: Annotated[Path, typer.Option(help="Folder for bench_driver.json.")] = Path("out"),
-    json: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Time the memory driver of the mapped backend beside the bare system calls.
 
@@ -144,7 +139,8 @@ def driver_command(
     page needed. [bold]ratio[/bold]: over the bare system calls.
     """
     config = Config(tuple(parse_bytes(size) for size in page or DEFAULT_PAGES), rounds)
-    rows = _run_with_bar(config, quiet=json == "-")
+    with progress_bar("rounds", quiet=json == "-") as progress:
+        rows = run(config, progress)
     result = {
         "schema": 1,
         "experiment": "bench_driver",
@@ -158,12 +154,3 @@ def driver_command(
         from .row_tables import show, terminal_table
 
         show(terminal_table(COLUMNS, rows, "Host driver"))
-
-
-def _run_with_bar(config: Config, *, quiet: bool) -> list[Row]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task("rounds", total=total_rounds(config))
-        return run(config, lambda num_done: bar.update(task, completed=num_done))

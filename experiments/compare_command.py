@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -14,10 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ..geometry import KVGeometry
+from .commands import JsonFile
 from .compare import Settings, compare
 from .errors import BadInput
 from .output import emit_json, parse_bytes
 from .readers import read_trace
+from .scheduler import OnFailure, OnFull
 from .size_command import chosen_model
 from .specs import GRAMMAR, parse_specs, token_geometry
 from .trace import Trace
@@ -26,35 +27,11 @@ DEFAULT_BACKENDS = ("contiguous:max", "contiguous:exact", "paged:16", "vmm")
 DEFAULT_MODEL = "tiny"
 DEFAULT_MEMORY = "64MiB"
 
+Layout = Literal["token-major", "head-major"]
+"""What is consecutive in memory: the heads of a token, or the tokens of a head."""
 
-class OnFull(StrEnum):
-    """What happens to a refused admission."""
-
-    queue = "queue"
-    reject = "reject"
-
-
-class OnFailure(StrEnum):
-    """What happens to a refused growth."""
-
-    recompute = "recompute"
-    swap = "swap"
-    drop = "drop"
-
-
-class Layout(StrEnum):
-    """What is consecutive in memory: the heads of a token, or the tokens of a head."""
-
-    token_major = "token-major"
-    head_major = "head-major"
-
-
-class Device(StrEnum):
-    """Where a real run happens."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
+Device = Literal["auto", "cpu", "cuda"]
+"""Where a real run happens."""
 
 
 def register(app: typer.Typer) -> None:
@@ -93,13 +70,13 @@ def compare_command(
             help="Where the trace gives no max_new. [default: its largest output]",
         ),
     ] = None,
-    on_full: Annotated[OnFull, typer.Option(help="A refused admission waits or is lost.")] = (
-        OnFull.queue
-    ),
+    on_full: Annotated[
+        OnFull, typer.Option(help="A refused admission waits or is lost.")
+    ] = "queue",
     on_failure: Annotated[
         OnFailure,
         typer.Option(help="A refused growth preempts (compute again, or swap), or is lost."),
-    ] = OnFailure.recompute,
+    ] = "recompute",
     step_ms: Annotated[
         float, typer.Option(help="Length of a step, for arrivals in seconds.")
     ] = 25.0,
@@ -111,21 +88,18 @@ def compare_command(
     ] = None,
     device: Annotated[
         Device, typer.Option(help="Where a run happens: auto takes the GPU if torch finds one.")
-    ] = Device.auto,
+    ] = "auto",
     verify: Annotated[
         bool, typer.Option("--verify", help="Check every attention output against float64.")
     ] = False,
     layout: Annotated[
         Layout, typer.Option(help="Order of the tensors in memory, for all backends.")
-    ] = Layout.token_major,
+    ] = "token-major",
     seed: Annotated[int, typer.Option(min=0, help="Of whatever is random.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for compare.json and the figures.")] = Path(
         "out"
     ),
-    json: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Replay one trace on several backends and show what each does with the memory.
 
@@ -153,11 +127,11 @@ def compare_command(
         geometry,
         memory_bytes,
         run=real,
-        on_full=on_full.value,
-        on_failure=on_failure.value,
+        on_full=on_full,
+        on_failure=on_failure,
         step_ms=step_ms,
         device=place,
-        layout=layout.value,
+        layout=layout,
         verify=verify,
         seed=seed,
     )
@@ -188,9 +162,9 @@ def choose_device(wanted: Device, real: bool) -> str:
     BadInput
         A GPU was asked for and there is none, or nothing to run on it.
     """
-    if not real and wanted is Device.cuda:
+    if not real and wanted == "cuda":
         raise BadInput("--device chooses where --run happens, and --account runs nothing")
-    if not real or wanted is Device.cpu:
+    if not real or wanted == "cpu":
         return "cpu"
     # A replay times calls: a kernel that was only queued must not pass for one that ran.
     os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")
@@ -198,7 +172,7 @@ def choose_device(wanted: Device, real: bool) -> str:
 
     if torch.cuda.is_available():
         return "cuda"
-    if wanted is Device.cuda:
+    if wanted == "cuda":
         raise BadInput("torch finds no GPU here: leave --device out, or use --device cpu")
     return "cpu"
 

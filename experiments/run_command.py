@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from .commands import JsonFile, progress_bar
 from .output import emit_json
 from .registry import NAMES, Experiment, Report, Row, find, result
 
@@ -40,10 +41,7 @@ def run_command(
         bool, typer.Option("--quick", help="A small form, seconds long, to see that it works.")
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for NAME.json and the figure.")] = Path("out"),
-    json: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Answer one question: rows as JSON, a figure, a table.
 
@@ -57,7 +55,8 @@ def run_command(
     experiment = find(name)
     config = experiment.module.QUICK if quick else experiment.module.CONFIG
     report = Report()
-    rows = run_with_bar(experiment, config, report, quiet=json == "-")
+    with progress_bar(experiment.name, quiet=json == "-") as report.progress:
+        rows = experiment.module.run(config, report)
     document = result(experiment, {"quick": quick, **asdict(config)}, report, rows)
     if json is not None:
         emit_json(document, json)
@@ -65,19 +64,6 @@ def run_command(
     path = out / f"{experiment.stem}.json"
     emit_json(document, path)
     _show(experiment, report, rows, [path, *experiment.module.plot(rows, out)])
-
-
-def run_with_bar(
-    experiment: Experiment, config: object, report: Report, *, quiet: bool
-) -> list[Row]:
-    """Run with a progress bar on standard error."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
-        task = bar.add_task(experiment.name, total=None)
-        report.progress = lambda done, total: bar.update(task, completed=done, total=total)
-        return experiment.module.run(config, report)
 
 
 def _show(experiment: Experiment, report: Report, rows: list[Row], paths: list[Path]) -> None:

@@ -22,7 +22,9 @@ from ..contract import Allocator, NeverFits, OutOfMemory, Prefix
 from ..sequences import Ints
 
 OnFull = Literal["queue", "reject"]
+"""What happens to a refused admission."""
 OnFailure = Literal["recompute", "swap", "drop"]
+"""What happens to a refused growth."""
 
 
 class Placed(NamedTuple):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
-from .compare_command import OnFailure
+from .commands import JsonFile, progress_bar
+from .errors import BadInput
 from .output import emit_json
 from .row_tables import Column, Columns
+from .scheduler import OnFailure
 from .sweep import Row, grid, sweep
 
+ON_FAILURE: tuple[OnFailure, ...] = get_args(OnFailure)
 COLUMNS: Columns = (
     Column("trace", "trace"),
     Column("backend", "backend"),
@@ -47,7 +50,8 @@ def sweep_command(
     ] = None,
     policy: Annotated[list[str] | None, typer.Option(help="Of contiguous. Repeat it.")] = None,
     on_failure: Annotated[
-        list[OnFailure] | None, typer.Option(help="Repeat it. [default: recompute]")
+        list[str] | None,  # typer takes no list of literals
+        typer.Option(metavar="|".join(ON_FAILURE), help="Repeat it. [default: recompute]"),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first N requests of each trace.")
@@ -61,10 +65,7 @@ def sweep_command(
     out: Annotated[Path, typer.Option(help="Folder of the finished cells and sweep.json.")] = Path(
         "out/sweep"
     ),
-    json: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Replay a whole grid on the books; what is finished already is not computed again.
 
@@ -78,20 +79,20 @@ def sweep_command(
         memory,
         pages=page or (),
         policies=policy or (),
-        on_failures=[choice.value for choice in on_failure] if on_failure else ("recompute",),
+        on_failures=[_known(word) for word in on_failure or ("recompute",)],
         limit=limit,
         seed=seed,
     )
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), disable=json == "-", transient=True) as bar:
-        task = bar.add_task("cells", total=len(cells))
-        rows, num_computed = sweep(
-            cells, out, jobs=jobs, cluster=cluster,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
-        )  # fmt: skip
+    with progress_bar("cells", quiet=json == "-") as progress:
+        rows, num_computed = sweep(cells, out, jobs=jobs, cluster=cluster, progress=progress)
     _tell(rows, num_computed, out, json)
+
+
+def _known(word: str) -> OnFailure:
+    for known in ON_FAILURE:
+        if word == known:
+            return known
+    raise BadInput(f"--on-failure takes one of {', '.join(ON_FAILURE)}, not {word!r}")
 
 
 def _tell(rows: list[Row], num_computed: int, out: Path, json: str | None) -> None:

@@ -27,9 +27,11 @@ def bench() -> typer.Typer:
 
 
 def test_each_backend_has_a_row_of_its_own_process() -> None:
-    calls = list[int]()
-    rows = run(Config(("paged:16", "vmm:16"), requests=200, repeats=1), calls.append)
-    assert [row["backend"] for row in rows] == ["paged:16", "vmm:16"] and calls == [0, 1, 2]
+    calls = list[tuple[int, int]]()
+    config = Config(("paged:16", "vmm:16"), requests=200, repeats=1)
+    rows = run(config, lambda done, total: calls.append((done, total)))
+    assert [row["backend"] for row in rows] == ["paged:16", "vmm:16"]
+    assert calls == [(0, 2), (1, 2), (2, 2)]
     for row in rows:
         assert list(row) == ["backend", "us_per_token_step", "requests_per_s", "peak_rss_mib"]
         assert row["us_per_token_step"] > 0 and row["requests_per_s"] > 0

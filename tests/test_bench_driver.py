@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from kvalloc.experiments import bench_driver
-from kvalloc.experiments.bench_driver import Config, run, total_rounds
+from kvalloc.experiments.bench_driver import NUM_WARM_UP, Config, run
 from kvalloc.experiments.errors import BadInput
 
 if not hasattr(os, "memfd_create"):
@@ -31,12 +31,13 @@ def bench() -> typer.Typer:
 
 
 def test_every_call_has_a_row_for_every_page_size() -> None:
-    config, calls = Config((4096 * 4, 4096), 3), list[int]()
-    rows = run(config, calls.append)
+    config, calls = Config((4096 * 4, 4096), 3), list[tuple[int, int]]()
+    rows = run(config, lambda done, total: calls.append((done, total)))
     assert [(row["page_bytes"], row["op"]) for row in rows] == [
         (page_bytes, op) for page_bytes in config.page_bytes for op in VERBS + GROWTHS
     ]
-    assert calls == list(range(1, total_rounds(config) + 1))
+    total = 2 * 2 * (NUM_WARM_UP + 3)  # verbs and growth of two page sizes
+    assert calls == [(n, total) for n in range(1, total + 1)]
     for row in rows:
         assert list(row) == KEYS and row["driver"] == "host" and row["rounds"] == 3
         assert 0 < row["us_p50"] <= row["us_p99"]

@@ -16,6 +16,7 @@ from kvalloc.experiments import sweep_command
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.readers import read_trace
 from kvalloc.experiments.sweep import Cell, compute, grid, sweep
+from kvalloc.tests.command import kvalloc
 
 pytest.importorskip("joblib")
 
@@ -141,3 +142,9 @@ def test_the_command_shows_what_was_computed(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, [*arguments, "--json", "-"])
     assert len(json.loads(again.stdout)["rows"]) == 2
     assert "2 cells, 0 computed now" in CliRunner().invoke(app, arguments).stdout
+
+
+def test_a_wrong_choice_is_named_with_the_right_ones(tmp_path: Path) -> None:
+    arguments = "sweep -t article -b paged:4 --model tiny --memory 2MiB --on-failure wait".split()
+    code, _, err = kvalloc(*arguments, folder=tmp_path)
+    assert code == 2 and "one of recompute, swap, drop, not 'wait'" in err
