@@ -28,7 +28,7 @@ def run(report: Report, target: Target) -> None:
             with report.check(f"{multiple} × granularity" + (", busy" if busy else "")):
                 _verbs(report, target, driver, multiple, busy, report.seconds / shares)
     with report.check("growth across a page"):
-        _growth(report, target, driver, report.seconds / shares)
+        _growth(report, driver, report.seconds / shares)
     with report.check("everything is given back"):
         driver.close()
     if target.kind == "conformance":
@@ -121,7 +121,7 @@ class Kernels:
         return not self._event.query()
 
 
-def _growth(report: Report, target: Target, driver: Driver, seconds: float) -> None:
+def _growth(report: Report, driver: Driver, seconds: float) -> None:
     """``grow`` of one sequence by one token: K and V take a page each, or none."""
     from ..vmm.allocator import VmmAllocator
     from ..vmm.cache import VmmKVCache

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 INK = "#222222"
 FAINT = "#6b6b6b"
-HAIRLINE = "#c8c8c8"
 REFUSED = "#b00020"
 
 RC: dict[str, Any] = {
