@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import style
+from .refusal_marks import mark_refusals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +17,6 @@ EMPTY_TINT = 0.62
 PANEL_POINTS = 190.0  # about the width and the height of a panel
 SMALLEST_LABEL = 9.0  # points
 MOST_SHAPES = 4_000  # beyond, the slots of a panel become one picture inside the SVG
-MOST_CROSSES = 12
 
 
 class Run(NamedTuple):
@@ -149,8 +149,9 @@ def draw_address_space(compare: dict[str, Any], backends: list[dict[str, Any]]) 
     for backend, axes in zip(backends, panels, strict=True):
         axes.set_xlim(min(steps), max(steps) + 1)
         axes.set_ylim(0, most)
-        _draw_runs(axes, list(read_rows(backend["owners"])))
-        _mark_refusals(axes, backend["owners"].get("refusals") or [])
+        rows = list(read_rows(backend["owners"]))
+        _draw_runs(axes, rows)
+        mark_refusals(axes, backend["owners"].get("refusals") or [], rows, PANEL_POINTS)
         style.title(axes, backend["spec"], style.outcome(backend))
         axes.spines[["right", "top"]].set_visible(True)
     style.name_axes(panels, "step", "token slot")
@@ -204,34 +205,6 @@ def _number(axes: Axes, block: Block) -> None:
     axes.text(
         *middle, str(block.request + 1), ha="center", va="center_baseline", fontsize=8,
         fontweight="bold", color="white", path_effects=[halo],
-    )  # fmt: skip
-
-
-def _mark_refusals(axes: Axes, refusals: list[list[int]]) -> None:
-    if not refusals:
-        return
-    steps = sorted({refusal[0] for refusal in refusals})
-    few = len(steps) <= MOST_CROSSES
-    axes.plot(
-        [step + 0.5 for step in steps], [1.0] * len(steps), "x" if few else "|",
-        transform=axes.get_xaxis_transform(), clip_on=False, color=style.REFUSED,
-        markersize=5, markeredgewidth=1.6 if few else 0.6,
-    )  # fmt: skip
-    step, request, *numbers = refusals[0]
-    said = f"request {request + 1} refused"
-    if not few:
-        said = f"{len(refusals):,} refusals"
-    elif numbers:
-        needed, free, largest = numbers
-        said = (
-            f"request {request + 1} needs {needed:,}\n{free:,} free, at most {largest:,} in a row"
-        )
-    elif len(steps) > 1:
-        return
-    axes.annotate(
-        said, (step + 0.5, 1.0), xycoords=axes.get_xaxis_transform(), xytext=(4, -5),
-        textcoords="offset points", va="top", fontsize=7.5, color=style.REFUSED,
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )  # fmt: skip
 
 

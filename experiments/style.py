@@ -7,6 +7,7 @@ grey print can still be read. matplotlib is imported by the functions that draw.
 from __future__ import annotations
 
 import colorsys
+import warnings
 from contextlib import AbstractContextManager
 from io import BytesIO
 from math import log2
@@ -145,13 +146,16 @@ def applied() -> AbstractContextManager[None]:
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write ``name.svg`` and ``name.png``, whole, the same bytes for the same figure."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # laid out once, the same in both files
     paths = []
-    for kind, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
-        buffer = BytesIO()
-        figure.savefig(buffer, format=kind, dpi=160, metadata=metadata)
-        paths.append(write_atomic(folder / f"{name}.{kind}", buffer.getvalue()))
+    with warnings.catch_warnings():
+        # A trace may be called in letters that our font lacks: boxes in the PNG, text in the SVG.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once, the same in both files
+        for kind, about in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
+            buffer = BytesIO()
+            figure.savefig(buffer, format=kind, dpi=160, metadata=about)
+            paths.append(write_atomic(folder / f"{name}.{kind}", buffer.getvalue()))
     return paths
 
 
@@ -225,5 +229,5 @@ def of_trace(compare: dict[str, Any]) -> str:
 
 
 def heading(figure: Figure, text: str) -> None:
-    """The figure's title, above and left."""
-    figure.suptitle(text, x=0.01, ha="left", fontsize=11, fontweight="bold")
+    """The figure's title, above and left; not a formula, whatever a trace is called."""
+    figure.suptitle(text, x=0.01, ha="left", fontsize=11, fontweight="bold", parse_math=False)

@@ -12,10 +12,20 @@ import typer
 from typer.testing import CliRunner
 
 from kvalloc.experiments import plot_command, style
-from kvalloc.experiments.address_space import Block, Run, borders, cells, lives, merge
+from kvalloc.experiments.address_space import (
+    Block,
+    Run,
+    borders,
+    cells,
+    draw_address_space,
+    lives,
+    merge,
+    read_rows,
+)
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.figures import draw
 from kvalloc.experiments.plot_command import read_compare
+from kvalloc.experiments.refusal_marks import clear_band
 from kvalloc.tests.compare_example import compare_example
 
 NAMES = [
@@ -102,6 +112,44 @@ def test_crowded_runs_fractions_of_slots_and_many_refusals(tmp_path: Path) -> No
     assert "40 refusals" in words(paths[2])
     assert "stores a token" not in words(paths[2]), "it was not recorded"
     assert paths[2].stat().st_size < 1_000_000
+
+
+def test_what_is_said_about_a_refusal_covers_no_request() -> None:
+    compare = compare_example(("contiguous:max", "paged:4", "vmm:4"), on_full="queue")
+    owners = compare["backends"][0]["owners"]
+    owners["refusals"] = [[2, 4, 20, 32, 16]]
+    with style.applied():
+        figure = draw_address_space(compare, compare["backends"])
+        figure.draw_without_rendering()
+    axes = figure.axes[0]
+    (said,) = (text for text in axes.texts if "request 5 needs" in text.get_text())
+    box = said.get_window_extent().transformed(axes.transData.inverted())
+    covered = {
+        run.request + 1
+        for step, runs in read_rows(owners)
+        for run in runs
+        if step < box.x1 and box.x0 < step + 1 and run.low < box.y1 and box.y0 < run.high
+    }
+    assert covered == set() and box.x0 >= 2 and box.x1 <= axes.get_xlim()[1]
+
+
+def test_the_highest_clear_band() -> None:
+    rows = [(0, [Run(0, 80, 1, 1)]), (1, [Run(0, 10, 1, 1), Run(30, 64, 2, 1)])]
+    rows.append((2, [Run(5, 12, 1, 1), Run(30, 64, 2, 1)]))
+    assert clear_band(rows, 1.5, 3, 15, 80) == (64, 80)
+    assert clear_band(rows, 1.5, 3, 17, 80) == (12, 30)
+    assert clear_band(rows, 1.5, 3, 19, 80) is None
+    assert clear_band(rows, 0.5, 3, 1, 80) is None, "step 0 lasts until 1"
+    assert clear_band(rows, 3, 9, 80, 80) == (0, 80)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["a$b$.csv", r"$\foo$", "表.csv", "_x", "🙂"])
+def test_any_name_of_a_trace_is_drawn_as_text(tmp_path: Path, name: str) -> None:
+    compare = compare_example(("paged:4",))
+    compare["trace"]["name"] = name
+    paths = draw(compare, tmp_path)
+    assert f"trace {name}" in words(paths[0])
 
 
 def test_rectangles_cover_each_slot_once() -> None:
