@@ -64,6 +64,7 @@ def recognise(source: Source, header: str) -> tuple[CsvFormat, list[str]] | None
     try:
         names = [name.strip().lower() for name in _fields(header, MAX_COLUMNS)]
     except csv.Error:
+        _require_commas(source, header)
         return None
     fitting = [f for f in FORMATS if set(f.required) <= set(names)]
     if len(fitting) > 1 and all(f.ours for f in fitting):
@@ -77,10 +78,19 @@ def recognise(source: Source, header: str) -> tuple[CsvFormat, list[str]] | None
     nearest = max(FORMATS, key=lambda f: len(set(f.required) & set(names)))
     missing = [name for name in nearest.required if name not in names]
     if len(missing) == len(nearest.required):
+        _require_commas(source, header)
         return None
     if nearest.ours and nearest.time in missing:
         missing[missing.index(nearest.time)] = "arrival_s (or arrival_step)"
     raise source.error(f"as {nearest.title} it lacks the column {', '.join(missing)}", 1)
+
+
+def _require_commas(source: Source, header: str) -> None:
+    """Tell what a spreadsheet did to the file, where the columns are ours but for commas."""
+    for mark, called in ((";", "semicolons"), ("\t", "tabs")):
+        names = {name.strip(' "').lower() for name in header.split(mark)}
+        if any(set(fmt.required) <= names for fmt in FORMATS):
+            raise source.error(f"{called} stand between the columns: save it with commas", 1)
 
 
 def read_csv(source: Source, lines: Iterator[str], found: tuple[CsvFormat, list[str]]) -> Trace:
