@@ -158,6 +158,9 @@ def _runner(trace: Trace, settings: Settings) -> Make:
     """``_run`` with the values, and what they must give, that all backends share."""
     from .made_up import Expected, Values
 
+    if settings.device == "cpu" and any(spec.kind == "paged" for spec in settings.specs):
+        from ..kernels import paged_numba  # noqa: F401  # is compiled or loaded: nobody's time
+
     values = Values(
         settings.geometry, prefix=trace.prefix, seed=settings.seed, device=settings.device
     )

@@ -174,3 +174,31 @@ def test_the_installed_command_does_the_same(tmp_path: Path) -> None:
         "memory-over-time.png",
         "memory-over-time.svg",
     }
+
+
+def test_no_replay_pays_for_the_compiling_of_a_kernel(tmp_path: Path) -> None:
+    """Else the first backend with pages seems to be slow, on the first day above all."""
+    script = (
+        "import sys\n"
+        "from kvalloc.experiments import compare\n"
+        "from kvalloc.experiments.__main__ import main\n"
+        "def one(*_): sys.exit(not 'kvalloc.kernels.paged_numba' in sys.modules)\n"
+        "compare._one = one\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            script,
+            "compare",
+            "article",
+            "-b",
+            "contiguous:max",
+            "-b",
+            "paged:4",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.returncode == 0
