@@ -146,7 +146,12 @@ def peak_rss_mib() -> float | None:
 def allocators_command(
     backend: Annotated[
         list[str] | None,
-        typer.Option("--backend", "-b", metavar="SPEC", help="Pages count tokens. Repeat it."),
+        typer.Option(
+            "--backend",
+            "-b",
+            metavar="SPEC",
+            help=f"Pages count tokens. Repeat it (default: {', '.join(DEFAULT_BACKENDS)}).",
+        ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 10_000,
     repeats: Annotated[int, typer.Option(min=1, help="Runs, of which the median.")] = 5,

@@ -145,7 +145,7 @@ def attention_command(
     ] = None,
     page_size: Annotated[
         list[int] | None,
-        typer.Option("--block", metavar="TOKENS", help="Block size; repeat it. [1 8 … 256]"),
+        typer.Option("--block", metavar="TOKENS", help="Repeat it (default: 1, 8, 16, … 256)."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens in every batch.")] = Config.tokens,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = Config.rounds,

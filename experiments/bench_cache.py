@@ -182,7 +182,7 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
 def cache_command(
     context: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Tokens stored; repeat it. [1024, 2048, 4096, 8192]"),
+        typer.Option(min=1, help="Tokens stored. Repeat it (default: 1024, 2048, 4096, 8192)."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,

@@ -122,7 +122,7 @@ def _rows(page_bytes: int, timed: list[Any]) -> list[Row]:
 def driver_command(
     page: Annotated[
         list[str] | None,
-        typer.Option("--page", metavar="SIZE", help="Page size; repeat it. [4KiB, 64KiB, 2MiB]"),
+        typer.Option("--page", metavar="SIZE", help="Repeat it (default: 4KiB, 64KiB, 2MiB)."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per page size.")] = 500,
     out: Annotated[Path, typer.Option(help="Folder for bench_driver.json.")] = Path("out"),

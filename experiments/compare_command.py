@@ -20,7 +20,7 @@ from .output import emit_json, parse_bytes
 from .readers import read_trace
 from .scheduler import OnFailure, OnFull
 from .size_command import chosen_model
-from .specs import GRAMMAR, parse_specs, token_geometry
+from .specs import parse_specs, token_geometry
 from .trace import Trace
 
 DEFAULT_BACKENDS = ("contiguous:max", "contiguous:exact", "paged:16", "vmm")
@@ -45,7 +45,12 @@ def compare_command(
     ] = "chat",
     backend: Annotated[
         list[str] | None,
-        typer.Option("--backend", "-b", metavar="SPEC", help=f"{GRAMMAR}. Repeat it."),
+        typer.Option(
+            "--backend",
+            "-b",
+            metavar="SPEC",
+            help=f"See above. Repeat it (default: {', '.join(DEFAULT_BACKENDS)}).",
+        ),
     ] = None,
     run: Annotated[
         bool | None,
@@ -57,17 +62,17 @@ def compare_command(
         int | None, typer.Option(help="Memory in tokens, without a model (books alone).")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Whose cache it is: kvalloc size --list. [default: tiny]")
+        str | None, typer.Option(help="Whose cache it is: kvalloc size --list (default: tiny).")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Memory for the cache, as in 16GiB. [default: 64MiB]")
+        str | None, typer.Option(help="Memory for the cache, as in 16GiB (default: 64MiB).")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the cache; default: the model's.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the cache (default: the model's).")] = None,
     max_new: Annotated[
         str | None,
         typer.Option(
             metavar="N|limit|output",
-            help="Where the trace gives no max_new. [default: its largest output]",
+            help="Where the trace gives no max_new (default: its largest output).",
         ),
     ] = None,
     on_full: Annotated[
@@ -108,6 +113,11 @@ def compare_command(
     [cyan]kvalloc compare hole --account --slots 80 -b contiguous:max -b paged:4 -b vmm:4[/cyan]
 
     [cyan]kvalloc compare requests.csv --account --model llama-3-8b --memory 16GiB[/cyan]
+
+    A [bold]SPEC[/bold] is contiguous:POLICY[:PLACEMENT], paged:BLOCK or
+    vmm[:PAGE][:interleaved]. Policies: max, limit, pow2, oracle, exact;
+    placements: first-fit, best-fit, buddy. BLOCK is a number of tokens,
+    PAGE a size as in 64KiB (with --slots a number of tokens).
 
     [bold]peak reserved[/bold] is what sequences held, [bold]waste[/bold] the part of it that held
     no token, [bold]fragmentation[/bold] the share of free memory outside the largest free run.

@@ -51,7 +51,7 @@ def sweep_command(
     policy: Annotated[list[str] | None, typer.Option(help="Of contiguous. Repeat it.")] = None,
     on_failure: Annotated[
         list[str] | None,  # typer takes no list of literals
-        typer.Option(metavar="|".join(ON_FAILURE), help="Repeat it. [default: recompute]"),
+        typer.Option(metavar="|".join(ON_FAILURE), help="Repeat it (default: recompute)."),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first N requests of each trace.")
@@ -71,6 +71,11 @@ def sweep_command(
 
     [cyan]kvalloc sweep -t chat -t burst -b paged --page 8 --page 16 -b contiguous --policy max
     --policy exact --model tiny --memory 8MiB --memory 16MiB[/cyan]
+
+    [bold]paged[/bold] takes each --page that is a number of tokens, [bold]vmm[/bold] each that
+    is a size, [bold]contiguous[/bold] each --policy; a whole SPEC, as in
+    paged:16, stands for itself. The same command, typed again after an
+    interruption, goes on where it was.
     """
     cells = grid(
         trace,

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
@@ -163,6 +164,25 @@ def test_help_teaches(
     code, out, err = kvalloc(arguments, monkeypatch, capsys)
     assert (code, err) == (0, "")
     assert out.count("kvalloc ") >= 3, "examples to type"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("compare", ["default: tiny", "default: 64MiB", "largest output", "paged:16", "best-fit"]),
+        ("sweep", ["default: recompute", "a whole SPEC", "goes on"]),
+        ("run", ["block-size", "kvalloc list"]),
+        ("bench driver", ["default: 4KiB, 64KiB"]),
+    ],
+)
+def test_help_tells_defaults_and_words(
+    arguments: str, told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Brackets in a help text may pass for markup, and long words are cut."""
+    monkeypatch.setenv("COLUMNS", "100")
+    _, out, _ = kvalloc(f"{arguments} --help", monkeypatch, capsys)
+    words = " ".join(re.sub(r"\x1b\[[0-9;]*m|[│╭╮╰╯─]", "", out).split())
+    assert [part for part in told if part not in words] == []
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
