@@ -53,6 +53,15 @@ def parse_bytes(text: str) -> int:
     return num_bytes
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "request"), counted(1200, "request")
+    ('1 request', '1,200 requests')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def format_bytes(num_bytes: float) -> str:
     """Write a size in the largest binary unit that leaves at least 1, to four digits.
 

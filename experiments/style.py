@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import BadInput
-from .output import parse_bytes, write_atomic
+from .output import counted, parse_bytes, write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -225,7 +225,7 @@ def of_trace(compare: dict[str, Any]) -> str:
     """`` · trace chat, 48 requests``, as far as it is known."""
     trace = compare.get("trace") or {}
     text = f" · trace {trace['name']}" if trace.get("name") else ""
-    return text + (f", {trace['requests']:,} requests" if trace.get("requests") else "")
+    return text + (f", {counted(trace['requests'], 'request')}" if trace.get("requests") else "")
 
 
 def heading(figure: Figure, text: str) -> None:

@@ -9,6 +9,8 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
+from .output import counted
+
 Backend = dict[str, Any]
 Value = int | float | str | None
 
@@ -53,7 +55,7 @@ def compare_table(compare: dict[str, Any]) -> Table:
     """
     backends = compare["backends"]
     trace = compare.get("trace") or {}
-    requests = f", {trace['requests']:,} requests" if trace.get("requests") else ""
+    requests = f", {counted(trace['requests'], 'request')}" if trace.get("requests") else ""
     whole = Table.grid()
     whole.add_column()
     if trace.get("name"):

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import BadInput
+from .output import counted
 
 Unit = Literal["s", "step"]
 Ints = npt.NDArray[np.int64]
@@ -191,7 +192,7 @@ class Trace:
         missing = self.max_new == MISSING
         if not missing.any():
             return self
-        notice = f"max_new is missing in {int(missing.sum()):,} requests: {reason}"
+        notice = f"max_new is missing in {counted(int(missing.sum()), 'request')}: {reason}"
         return replace(
             self,
             max_new=np.where(missing, values, self.max_new),

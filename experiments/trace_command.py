@@ -13,7 +13,7 @@ from rich.text import Text
 from .built_in_traces import BUILT_IN
 from .errors import BadInput
 from .generators import KINDS, generate
-from .output import emit_json
+from .output import counted, emit_json
 from .readers import read_trace
 from .readers_source import printable
 from .trace import Trace
@@ -158,7 +158,7 @@ def convert(
 
 
 def _write(trace: Trace, out: str) -> None:
-    typer.echo(f"{printable(write_trace(trace, out))}: {len(trace):,} requests")
+    typer.echo(f"{printable(write_trace(trace, out))}: {counted(len(trace), 'request')}")
 
 
 def _bounds(option: str, text: str | None) -> tuple[int, int] | None:
