@@ -180,12 +180,15 @@ def _draw_runs(axes: Axes, rows: list[tuple[int, list[Run]]]) -> None:
     corners = [
         [(b.left, b.low), (b.right, b.low), (b.right, b.high), (b.left, b.high)] for b in parts
     ]
-    # Without antialiasing there are no hairlines between neighbours, but thin ones would vanish.
+    # Without antialiasing there are no hairlines between neighbours, but thin ones would vanish;
+    # browsers antialias all the same, and there a seam in the own colour closes them.
+    seam = 0.0 if crowded else min(0.4, thinnest / 8)
     axes.add_collection(
         PolyCollection(
-            corners, facecolors=colors, linewidths=0, antialiaseds=thinnest < 1, rasterized=crowded
+            corners, facecolors=colors, edgecolors=colors, linewidths=seam,
+            antialiaseds=thinnest < 1, rasterized=crowded,
         )
-    )
+    )  # fmt: skip
     width = min(0.4 if crowded else 1.0, thinnest / 4)  # never hides what it separates
     axes.add_collection(
         LineCollection(borders(rows), colors="white", linewidths=width, rasterized=crowded)
