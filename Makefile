@@ -39,7 +39,7 @@ test-transformers-old: ## Test what uses transformers with the oldest one (an en
 	  'transformers==5.17.0' 'huggingface_hub==1.33.0' hypothesis pytest pytest-randomly pytest-xdist
 	$(OLD)/bin/pytest -n auto --maxprocesses 4 --dist worksteal tests/test_hf_*.py $(ARGS)
 
-soak: $(STAMP) ## A million random operations on every backend; ARGS="--operations N --seed S"
+soak: $(STAMP) ## A million random operations on all backends, out/soak.json; ARGS="--operations N --seed S"
 	$(BIN)/python -m kvalloc.tests.soak $(ARGS)
 
 coverage: $(STAMP) ## Run the tests and show which lines none of them reaches; htmlcov/ in colour
