@@ -47,8 +47,8 @@ class PageAllocator(PageMoves):
         self._capacity = self._most_tokens()
         if self._capacity < 1:
             raise ValueError(
-                f"{pool.num_pages} pages of {page_bytes} bytes are not even one for each of "
-                f"{self.num_columns} buffers; give more memory or use smaller pages"
+                f"one token takes whole pages, {self._num_pages_for(1)} × {page_bytes:,} bytes, "
+                f"and there is memory for {pool.num_pages}; give more memory or use smaller pages"
             )
 
     @property

@@ -58,6 +58,11 @@ CASES = {
         "smaller than one token",
     ),
     "memory below a page": ("hole --memory 1MiB", None, "vmm: the memory is smaller than one page"),
+    "a page for one of four buffers": (
+        "hole --account --model tiny --memory 2MiB -b vmm:2MiB",
+        None,
+        "one token takes whole pages, 4 × 2,097,152 bytes, and there is memory for 1; give more",
+    ),
     "slots below a page": ("hole --account --slots 3 -b paged:4", None, "smaller than one page"),
     "no slots": ("hole --account --slots 0", None, "--slots must be at least 1"),
     "nothing ever fits": (
