@@ -23,20 +23,21 @@ from .row_tables import Columns
 Row = dict[str, Any]
 REFUTED = "Refuted if"
 
-NAMES = (
-    "policies",
-    "fragmentation",
-    "block-size",
-    "page-size",
-    "concurrency",
-    "allocation-latency",
-    "prefix",
-    "pressure",
-    "scaling",
-    "timeline",
-    "serve",
-    "adoption",
-)
+NAMES = {
+    "policies": 20,
+    "fragmentation": 40,
+    "block-size": 25,
+    "page-size": 15,
+    "concurrency": 15,
+    "allocation-latency": 90,
+    "prefix": 40,
+    "pressure": 35,
+    "scaling": 65,
+    "timeline": 5,
+    "serve": 140,
+    "adoption": 3,
+}
+"""Name → about how many seconds a whole run takes on two cores, to know what one waits for."""
 
 
 @dataclass

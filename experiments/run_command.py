@@ -27,16 +27,26 @@ def list_command() -> None:
 
     table = Table(box=SIMPLE_HEAD, show_edge=False)
     table.add_column("kvalloc run", style="bold", no_wrap=True)
+    table.add_column("takes about", justify="right", no_wrap=True)
     table.add_column("question")
-    for name in NAMES:
+    for name, seconds in NAMES.items():
         experiment = find(name)
         suffix = " [dim](simulated)[/dim]" if experiment.module.SIMULATED else ""
-        table.add_row(name, experiment.question + suffix)
+        table.add_row(name, in_words(seconds), experiment.question + suffix)
     Console().print(table)
 
 
+def in_words(seconds: int) -> str:
+    """A rough duration.
+
+    >>> in_words(20), in_words(170)
+    ('20 s', '3 min')
+    """
+    return f"{seconds} s" if seconds < 90 else f"{round(seconds / 60)} min"
+
+
 def run_command(
-    name: Annotated[str, typer.Argument(help="Which question: kvalloc list.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(NAMES)}.")],
     quick: Annotated[
         bool, typer.Option("--quick", help="A small form, seconds long, to see that it works.")
     ] = False,
@@ -44,6 +54,8 @@ def run_command(
     json: JsonFile = None,
 ) -> None:
     """Answer one question: rows as JSON, a figure, a table.
+
+    [cyan]kvalloc list[/cyan] – what each name asks, and how long it takes
 
     [cyan]kvalloc run policies[/cyan] – how much of the memory holds tokens, policy by policy
 
