@@ -207,11 +207,15 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
             strict=True,
         ):
             values = [factor * row[key] for row in paged]
-            axes.plot(blocks, values, marker="s", color=style.backend_style("paged:16").color)
+            blue = style.backend_style("paged:16").color
+            axes.plot(blocks, values, marker="s", color=blue, clip_on=False, label="paged")
             best = values.index(min(values))
-            axes.plot(blocks[best], values[best], "o", ms=11, mfc="none", color=style.INK)
+            axes.plot(
+                blocks[best], values[best], "o", ms=11, mfc="none", color=style.INK, clip_on=False
+            )
             axes.set_ylabel(label)
-            for row in rows[len(paged) :] if key in ("tpot_ms", "grow_us") else ():
+            lines = rows[len(paged) :] if key in ("tpot_ms", "grow_us") else []
+            for row in reversed(lines):  # the solid line below the broken one: they may coincide
                 look = style.backend_style(row["backend"])
                 axes.axhline(row[key], color=look.color, ls=look.line, label=row["backend"])
             axes.set_ylim(0)

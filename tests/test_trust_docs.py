@@ -15,7 +15,7 @@ README = (TESTS / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_figures_are_those_of_the_soak() -> None:
-    """Refresh: make soak ARGS="--json docs/results/cpu/soak.json", python -m kvalloc.tests.soak_docs."""
+    """docs/reliability.md says how to refresh them."""
     text, document = PAGE.read_text(encoding="utf-8"), load()
     assert render(text, document) == text
     document["rows"][0]["operations"] += 1
