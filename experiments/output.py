@@ -89,7 +89,8 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     if target.is_dir():
         raise BadInput(f"{path} is a folder: name a file")
     target.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
+    # Names of files and words of a JSON may hold halves of characters that UTF-8 cannot write.
+    data = content.encode(errors="replace") if isinstance(content, str) else content
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
 import typer
 
-from .errors import BadInput
+from .errors import BadInput, blaming
 
 _SERIES = ("step", "live", "reserved", "free", "largest_free")
 _NUMBERS = ("live", "reserved", "free", "largest_free", "waiting")
@@ -50,7 +51,9 @@ def plot(
         typer.echo(f"kvalloc: {sentence}", err=True)
 
     loaded = read_compare(compare)
-    for path in draw(loaded, out if out is not None else compare.parent, notify=notify):
+    with blaming(f"{compare} holds numbers that no figure can show; run kvalloc compare again"):
+        paths = draw(loaded, out if out is not None else compare.parent, notify=notify)
+    for path in paths:
         typer.echo(path)
 
 
@@ -63,12 +66,26 @@ def read_compare(path: Path) -> dict[str, Any]:
         Not a file, not JSON, or not what ``kvalloc compare`` writes.
     """
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = read_json(path)
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}; name a compare.json") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not JSON; name a file that kvalloc compare wrote") from error
     return check_compare(loaded, path)
+
+
+def read_json(path: Path) -> Any:
+    """What a file of strict JSON holds; ``ValueError`` or ``RecursionError`` if it is none."""
+    text = path.read_text(encoding="utf-8")
+    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+
+
+def _finite(text: str) -> float:
+    """JSON has no NaN and no infinity; a browser would stumble over them, and so do figures."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a number of JSON")
+    return value
 
 
 def check_compare(loaded: Any, path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import style
 from .environment import in_short
-from .errors import BadInput
+from .errors import blaming
 from .figures import draw
 from .output import format_bytes
 from .registry import NAMES, Row, find
@@ -52,7 +52,7 @@ def page(results: Results) -> str:
     Raises
     ------
     BadInput
-        A figure that has to be drawn, from rows that are not those of their experiment.
+        A document that is not what its command writes, though it is JSON.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -83,6 +83,14 @@ def page(results: Results) -> str:
 
 def _section(number: int, document: Document, left: dict[str, Path]) -> Section:
     """A result as the page shows it; takes its figures from those ``left`` in the folder."""
+    with blaming(
+        f"{document.path} does not hold what {document.name} writes: run its command again, or "
+        "move it away"
+    ):
+        return _told(number, document, left)
+
+
+def _told(number: int, document: Document, left: dict[str, Path]) -> Section:
     content, environment = document.content, document.part("environment")
     return Section(
         key=f"r{number}",
@@ -169,21 +177,16 @@ def _drawn(document: Document, folder: Path) -> list[Path]:
     if document.is_comparison:
         return draw(document.content, folder)
     rows = document.content["rows"]
-    try:
-        if document.name in NAMES:
-            return find(document.name).module.plot(rows, folder)
-        if document.name == "bench_attention":
-            from .attention_figure import plot
+    if document.name in NAMES:
+        return find(document.name).module.plot(rows, folder)
+    if document.name == "bench_attention":
+        from .attention_figure import plot
 
-            return plot(rows, folder)
-        if document.name == "bench_cache":
-            from .bench_cache import plot
+        return plot(rows, folder)
+    if document.name == "bench_cache":
+        from .bench_cache import plot
 
-            return plot(rows, folder)
-    except (LookupError, TypeError, ValueError) as error:
-        raise BadInput(
-            f"the rows of {document.path} are not those of {document.name}: run its command again"
-        ) from error
+        return plot(rows, folder)
     return []
 
 

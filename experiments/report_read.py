@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .errors import BadInput
-from .plot_command import check_compare
+from .plot_command import check_compare, read_json
 
 PICTURES = (".svg", ".png")
 NOT_RESULTS = (".trace.json",)  # for Perfetto, and large
@@ -84,9 +82,7 @@ def read_results(folder: Path) -> Results:
 def _read(path: Path) -> dict[str, Any] | None:
     """The document, or None if it is whole but has no table."""
     try:
-        content = json.loads(
-            path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=_finite
-        )
+        content = read_json(path)
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path} is not JSON: run its command again, or move it away") from error
     if not isinstance(content, dict) or "schema" not in content:
@@ -104,14 +100,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise BadInput(f"{path} has no rows: run its command again, or move it away")
     return content
-
-
-def _finite(text: str) -> float:
-    """JSON has no NaN and no infinity; a browser would stumble over them."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is not a number of JSON")
-    return value
 
 
 def _pictures(folder: Path) -> list[Path]:

@@ -189,7 +189,7 @@ POLICY = {"schema": 1, "experiment": "policies", "rows": [{"x": 1}]}
         ({"a.json": '{"schema": 1, "rows": []}'}, ["."], "has no rows"),
         ({"a.json": '{"schema": 1, "rows": [3]}'}, ["."], "has no rows"),
         ({"a.json": '{"schema": 1, "backends": []}'}, ["."], "compares no backend"),
-        ({"a.json": json.dumps(POLICY)}, ["."], "not those of policies"),
+        ({"a.json": json.dumps(POLICY)}, ["."], "does not hold what policies writes"),
         ({"compare.json": ""}, [".", "--out", "compare.json"], "not JSON"),
     ],
 )
@@ -202,6 +202,84 @@ def test_mistakes_are_one_sentence_and_no_page(
     assert (done.code, done.out) == (2, "") and told in done.err
     assert done.err.startswith("kvalloc: ") and done.err.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == sorted(files), "nothing new"
+
+
+STRANGE = [None, 0, "x", [1], {"a": 1}, 10**400, "\ud800"]
+PARTS = [
+    *(("environment", key) for key in ("cores", "memory_bytes", "commit", "date", "versions")),
+    *(("trace", key) for key in ("name", "requests", "notices")),
+    *(("settings",), ("environment",), ("trace",), ("rows",), ("load_average",), ("question",)),
+    *(("backends", 0, key) for key in ("spec", "capacity_tokens", "table_bytes", "tpot_ms")),
+]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: ".".join(map(str, part)))
+def test_strange_values_are_shown_or_told_in_one_sentence(
+    part: tuple[str | int, ...], tmp_path: Path
+) -> None:
+    """Whole JSON whose values are not what the command writes: never a traceback."""
+    for name in ("memory-over-time", "address-space"):  # nothing has to be drawn
+        (tmp_path / f"{name}.svg").write_text("<svg/>")
+    mine = {"schema": 1, "experiment": "mine", "rows": [{"x_ms": 1}], "environment": {"cores": 2}}
+    for value in STRANGE:
+        for document in (compare_example(("paged:4",)), json.loads(json.dumps(mine))):
+            *keys, last = part
+            inner: Any = document
+            if keys and keys[0] not in document:
+                continue
+            for key in keys:
+                inner = inner[key]
+            inner[last] = value
+            put(tmp_path, document)
+            done = kvalloc("report", ".", folder=tmp_path)
+            assert done.code in (0, 2)
+            assert done.code == 0 or done.err.count("\n") == 1, done.err
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("forwards", 0), ("seconds", "x"), ("events", 3), ("tpot_ms_p50", 10**400)]
+)
+def test_rows_that_no_figure_can_show(key: str, value: object, tmp_path: Path) -> None:
+    serve = json.loads((RESULTS / "serve.json").read_text())
+    serve["rows"][0][key] = value
+    put(tmp_path, serve, "serve.json")
+    done = kvalloc("report", ".", folder=tmp_path)
+    assert (done.code, done.out) == (2, "") and done.err.count("\n") == 1
+    assert "serve.json does not hold what serve writes" in done.err
+
+
+def test_numbers_that_no_figure_can_show(tmp_path: Path) -> None:
+    compare = compare_example(("paged:4",))
+    compare["backends"][0]["capacity_tokens"] = 10**400
+    put(tmp_path, compare)
+    for command in ("report .", "plot compare.json"):
+        done = kvalloc(*command.split(), folder=tmp_path)
+        assert (done.code, done.out) == (2, "") and done.err.count("\n") == 1
+        assert "compare.json" in done.err
+
+
+def test_deep_values_are_told_in_one_sentence(tmp_path: Path) -> None:
+    deep = "[" * 900 + "]" * 900
+    (tmp_path / "a.json").write_text(
+        f'{{"schema": 1, "experiment": "mine", "settings": {{"x": {deep}}}, "rows": [{{"x": 1}}]}}'
+    )
+    done = kvalloc("report", ".", folder=tmp_path)
+    assert done.code in (0, 2) and done.err.count("\n") <= 1
+    (tmp_path / "b.json").write_text("[" * 100_000)
+    done = kvalloc("plot", "b.json", folder=tmp_path)
+    assert (done.code, done.out) == (2, "") and "b.json is not JSON" in done.err
+    compare = compare_example(("paged:4",))
+    compare["backends"][0]["owners"]["slots"] = float("inf")
+    put(tmp_path, compare, "c.json")
+    done = kvalloc("plot", "c.json", folder=tmp_path)
+    assert (done.code, done.out) == (2, "") and "c.json is not JSON" in done.err
+
+
+def test_halves_of_characters_are_replaced(tmp_path: Path) -> None:
+    """JSON can hold them, names of files can, UTF-8 cannot."""
+    rows = [{"x": "\ud800 here"}]
+    put(tmp_path, {"schema": 1, "experiment": "mine", "rows": rows}, "mine\udcff.json")
+    assert report(tmp_path).tables["mine?.json"][0].texts == [["? here"]]
 
 
 @pytest.mark.parametrize(
