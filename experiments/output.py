@@ -82,15 +82,20 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     """Write a file whole or leave everything as it was; returns its path.
 
     The text goes to a temporary file beside the target, which is then renamed over it, so
-    that neither a failure nor a reader at the wrong moment sees half a file. Missing
+    that neither a failure nor a reader at the wrong moment sees half a file. Links stay, and
+    what they point to is written; devices and pipes are written to and never replaced. Missing
     folders are created; ``BadInput`` if the path is a folder.
     """
-    target = Path(path)
-    if target.is_dir():
+    if Path(path).is_dir():
         raise BadInput(f"{path} is a folder: name a file")
-    target.parent.mkdir(parents=True, exist_ok=True)
     # Names of files and words of a JSON may hold halves of characters that UTF-8 cannot write.
     data = content.encode(errors="replace") if isinstance(content, str) else content
+    if Path(path).exists() and not Path(path).is_file():
+        with open(path, "wb") as file:
+            file.write(data)
+        return Path(path)
+    target = Path(os.path.realpath(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -101,7 +106,7 @@ def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    return target
+    return Path(path)
 
 
 def _usual_mode(target: Path) -> int:

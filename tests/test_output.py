@@ -135,3 +135,27 @@ def test_the_command_is_told_as_it_is_typed(
 ) -> None:
     monkeypatch.setattr("sys.argv", argv)
     assert command_line() == typed
+
+
+def test_a_pipe_or_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    """A rename over /dev/null, which root may do, would leave a machine without it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert write_atomic(pipe, "text") == pipe
+        assert os.read(reader, 99) == b"text"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo() and os.listdir(tmp_path) == ["pipe"]
+
+
+def test_what_a_link_points_to_is_written(tmp_path: Path) -> None:
+    """As with /dev/stdout, the link itself stays."""
+    (tmp_path / "there").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("there/file")
+    for text in ("first", "second"):
+        assert write_atomic(link, text) == link
+        assert (tmp_path / "there" / "file").read_text() == text
+    assert link.is_symlink() and os.listdir(tmp_path / "there") == ["file"]
