@@ -177,8 +177,8 @@ def panels(count: int, *, height: float) -> tuple[Figure, list[Axes]]:
 def title(axes: Axes, name: str, detail: str) -> None:
     """A panel's name and, in smaller type, what came of it."""
     axes.annotate(
-        name, (0, 1), xycoords="axes fraction", xytext=(0, 18), textcoords="offset points",
-        fontsize=9.5, fontweight="bold",
+        printable(name), (0, 1), xycoords="axes fraction", xytext=(0, 18),
+        textcoords="offset points", fontsize=9.5, fontweight="bold", parse_math=False,
     )  # fmt: skip
     axes.annotate(
         detail, (0, 1), xycoords="axes fraction", xytext=(0, 6), textcoords="offset points",
@@ -230,4 +230,15 @@ def of_trace(compare: dict[str, Any]) -> str:
 
 def heading(figure: Figure, text: str) -> None:
     """The figure's title, above and left; not a formula, whatever a trace is called."""
-    figure.suptitle(text, x=0.01, ha="left", fontsize=11, fontweight="bold", parse_math=False)
+    figure.suptitle(
+        printable(text), x=0.01, ha="left", fontsize=11, fontweight="bold", parse_math=False
+    )
+
+
+def printable(text: str) -> str:
+    """Somebody else's text without control signs and halves of characters: XML cannot hold them.
+
+    >>> printable("a\\x1b[31m")
+    'a?[31m'
+    """
+    return "".join(sign if sign.isprintable() else "?" for sign in text)

@@ -273,3 +273,16 @@ def test_missing_or_binary_file(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\x00\xfe")
     with pytest.raises(BadInput, match="not JSON"):
         read_compare(tmp_path / "binary")
+
+
+@pytest.mark.parametrize("name", ["$\\foo$", "$x_{$", "🦙", "a\x1b[31m", "a\udcff", "a\nb", "a$b$"])
+def test_a_trace_may_be_called_anything(
+    name: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Names of files are text: no formulas, and no signs that XML cannot hold."""
+    compare = compare_example(("paged:4",))
+    compare["trace"]["name"] = compare["backends"][0]["spec"] = name
+    draw(compare, tmp_path)
+    for path in tmp_path.glob("*.svg"):
+        ElementTree.parse(path)
+    assert not recwarn.list
