@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from .contract import NeverFits, Seq
 
+MOST = 1 << 62
+"""Most bytes of a memory, most tokens of a limit: the arrays of the books are int64."""
 Rows = NDArray[np.intp]
 Ints = NDArray[np.int64]
 ONE: Ints = np.array(1)
@@ -153,6 +155,13 @@ def at_least_one(name: str, value: int) -> int:
     """Return ``value`` as a plain int, refusing what is not a count of one or more."""
     if (number := count(name, value)) < 1:
         raise ValueError(f"{name} must be at least 1, not {number}")
+    return number
+
+
+def countable(what: str, number: int) -> int:
+    """Return a number of bytes or tokens, refusing one whose sums int64 might not hold."""
+    if number > MOST:
+        raise ValueError(f"{what} of {number} is more than the books count: give at most 2^62")
     return number
 
 

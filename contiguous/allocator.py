@@ -9,7 +9,7 @@ import numpy as np
 from ..contract import NeverFits, OutOfMemory, Prefix, Seq
 from ..geometry import KVGeometry
 from ..pages.prefix import check_salt, unit_keys
-from ..sequences import Ints, Rows, at_least_one, check_fits, count
+from ..sequences import Ints, Rows, at_least_one, check_fits, count, countable
 from .moves import ArenaMoves
 from .placement import PLACEMENTS
 from .policies import check_policy, reservation
@@ -57,10 +57,13 @@ class ContiguousAllocator(ArenaMoves):
         limit: int | None = None,
     ) -> None:
         limit = geometry.max_context if limit is None else at_least_one("limit", limit)
+        if limit is not None:
+            countable("a limit", limit)
         check_policy(policy, limit)
         if placement not in PLACEMENTS:
             raise ValueError(f"unknown placement {placement!r}: use one of {', '.join(PLACEMENTS)}")
-        num_slots = count("memory_bytes", memory_bytes) // geometry.bytes_per_token
+        memory_bytes = countable("memory", count("memory_bytes", memory_bytes))
+        num_slots = memory_bytes // geometry.bytes_per_token
         if num_slots < 1:
             raise ValueError(
                 f"{memory_bytes} bytes of memory are smaller than one token "

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .trace import MAX_TOKENS, MISSING, TICKS, Ints, Key, Runs
+from .trace import MAX_SECONDS, MAX_TOKENS, MISSING, TICKS, Ints, Key, Runs
 
 _STAMP = re.compile(
     r"\s*(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:\.(\d+))?\s*(?:Z|([+-])(\d\d):?(\d\d))?\s*",
     re.ASCII,
 )
-
-MAX_SECONDS = 10**11
-"""Latest time stamp in seconds: three thousand years; milliseconds since 1970 exceed it."""
 
 
 class BadCell(ValueError):

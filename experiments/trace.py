@@ -24,6 +24,9 @@ MAX_TOKENS = 2**40
 """Most tokens of one prompt or one output; more is a damaged file."""
 MAX_STEP = 2**53 - 1
 """Largest arrival step: what a float64 still tells from its neighbours."""
+MAX_SECONDS = 10**11
+"""Latest time stamp: three thousand years; milliseconds since 1970 exceed it, and int64 holds its
+ticks."""
 MISSING = -1
 """Stands in ``max_new`` where the trace does not say."""
 
@@ -91,6 +94,8 @@ class Trace:
             raise ValueError("arrival, prompt, output and max_new must be columns of one length")
         if not np.isfinite(self.arrival).all() or (np.diff(self.arrival) < 0).any():
             raise ValueError("arrivals must be finite and sorted")
+        if self.unit == "s" and (self.arrival > MAX_SECONDS).any():
+            raise ValueError(f"arrivals must lie within {MAX_SECONDS:,} seconds of the first")
         if self.unit == "step" and ((self.arrival < 0) | (self.arrival > MAX_STEP)).any():
             raise ValueError(f"arrival steps must lie between 0 and {MAX_STEP}")
         for what, low in (("prompt", 1), ("output", 0), ("max_new", MISSING)):

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..contract import Allocator, OutOfMemory, Seq
 from ..geometry import KVGeometry
-from ..sequences import Ints, SequenceTable, resized
+from ..sequences import Ints, SequenceTable, countable, resized
 from .pool import PageIds, PagePool
 from .prefix import PrefixIndex
 from .table import PageTable
@@ -72,7 +72,9 @@ class PageBooks(Allocator):
         limit: int | None,
     ) -> None:
         self.geometry = geometry
-        self.limit = geometry.max_context if limit is None else limit
+        limit = geometry.max_context if limit is None else limit
+        self.limit = None if limit is None else countable("a limit", limit)
+        countable("memory", pool.num_pages * page_bytes)
         self.pool = pool
         self.page_bytes = page_bytes
         self.groups = tuple(groups)

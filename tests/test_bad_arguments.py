@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,3 +128,22 @@ def test_capacities_beyond_a_tebitoken(name: str) -> None:
     books.check_invariants()
     books.release("a")
     assert books.usage().free == 1 << 42
+
+
+@pytest.mark.parametrize("kind", ["memory", "limit", "context"])
+@pytest.mark.parametrize("maker", [PagedAllocator, VmmAllocator, ContiguousAllocator])
+def test_what_int64_does_not_count_is_refused(kind: str, maker: Callable[..., Any]) -> None:
+    """At the door: the books would go wrong in the middle of a verb."""
+    beyond, page = 1 << 63, 1 << 60
+    options: dict[str, Any] = {} if maker is ContiguousAllocator else {"page_size": page}
+    if maker is VmmAllocator:
+        options = {"page_bytes": page}
+    shape = replace(SLOTS, max_context=beyond if kind == "context" else None)
+    memory = beyond if kind == "memory" else 1 << 62
+    limit = beyond if kind == "limit" else None
+    with pytest.raises(ValueError, match="at most 2\\^62"):
+        maker(shape, memory, limit=limit, **options)
+    books = maker(SLOTS, 1 << 62, limit=1 << 62, **options)
+    books.admit("a", (1 << 61) - 1, max_new=1)
+    assert not books.grow(["a"])
+    books.check_invariants()

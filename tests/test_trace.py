@@ -140,3 +140,11 @@ def test_what_is_no_trace(unit: Unit, rows: list[tuple[float, int, int, int]], r
 def test_prefixes_that_do_not_fit(runs: tuple[tuple[tuple[str, int], ...], ...]) -> None:
     with pytest.raises(ValueError, match="prefix"):
         Trace.from_rows("t", "s", [(0, 5, 1, 1)], prefix=runs)
+
+
+@pytest.mark.parametrize("last", [1e15, 1e300])
+def test_times_that_no_tick_counts_are_refused(last: float) -> None:
+    with pytest.raises(ValueError, match="within 100,000,000,000 seconds"):
+        Trace.from_rows("late", "s", [(0.0, 1, 1, 1), (last, 1, 1, 1)])
+    late = Trace.from_rows("late", "s", [(0.0, 1, 1, 1), (1e11, 1, 1, 1)])
+    assert late.steps(0.0001).tolist() == [0, 10**18]
