@@ -59,6 +59,19 @@ MOMENTS = {
         "kvalloc.experiments.bench_allocators _in_a_process 2",
         "bench allocators --requests 200",
     ),
+    "run serve, in the model": (
+        "kvalloc.experiments.serve_engine ServeEngine._forward 9",
+        "run serve --quick",
+    ),
+    "run serve, in a verb of the cache": (
+        "kvalloc.vmm.space RowSpace.map 3",
+        "run serve --quick",
+    ),
+    "report, in a figure": (
+        "kvalloc.experiments.figures draw 1",
+        "report made",
+    ),
+    "report, as the page is renamed": ("os replace 5", "report made"),
     "sweep": ("kvalloc.experiments.sweep write_atomic 2", SWEEP),
     "plot": ("kvalloc.experiments.figures draw 1", "plot made/compare.json --out out"),
     "trace generate": (
@@ -94,7 +107,7 @@ def require_interrupted(child: subprocess.Popen[str], folder: Path) -> None:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_an_interrupt_leaves_whole_files_or_none(moment: str, tmp_path: Path) -> None:
     hook, command = MOMENTS[moment]
-    if command.startswith("plot"):
+    if "made" in command:
         make = "compare article --account --slots 80 --json made/compare.json"
         again = started(["-m", "kvalloc.experiments", *make.split()], tmp_path)
         assert again.wait(120) == 0
