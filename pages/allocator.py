@@ -153,6 +153,8 @@ class PageAllocator(PageMoves):
                 longest = max(lengths[crossing].tolist())
                 check_fits(longest, longest, self.limit)
             try:
+                if self._spares_prefixes(rows[crossing], tokens):
+                    return self._grow_in_order(seqs, rows, tokens, crossing, stop_at_refusal)
                 self._place_more(rows[crossing], tokens)
             except OutOfMemory:
                 return self._grow_in_order(seqs, rows, tokens, crossing, stop_at_refusal)
@@ -163,6 +165,13 @@ class PageAllocator(PageMoves):
             for row in rows[crossing].tolist():
                 self._leave_behind(row, tokens)
         return {}
+
+    def _spares_prefixes(self, rows: Rows, tokens: int) -> bool:
+        """Whether a page that a window lets go of, on the way, may save a prefix from eviction."""
+        if not self._windowed or len(rows) == 1 or not self.prefix_index.num_cached:
+            return False
+        goals = (self._lacking(row, self._length.item(row) + tokens) for row in rows.tolist())
+        return sum(needed for _, _, needed in goals) > self.pool.num_free
 
     def _grow_in_order(
         self, seqs: Sequence[Seq], rows: Rows, tokens: int, crossing: Rows, stop: bool

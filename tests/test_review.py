@@ -199,3 +199,19 @@ def test_what_is_written_carries_no_gradient() -> None:
         k = torch.randn(1, 1, 16, requires_grad=True)
         cache.write(0, ["a"], k * 2, k * 2)
         assert not cache.view(0, ["a"]).k.requires_grad
+
+
+def test_a_batch_evicts_what_one_after_the_other_would() -> None:
+    """What a window lets go of serves the next one of the batch: no prefix has to go for it."""
+    hits = []
+    for batches in ([["a", "b"]], [["a"], ["b"]]):
+        allocator = PagedAllocator(WINDOWED, 48, 4)  # six pages
+        allocator.admit("old", 8, prefix=[("x", 8)])
+        allocator.release("old")
+        allocator.admit("a", 8)
+        allocator.admit("b", 4)
+        for batch in batches:
+            assert not allocator.grow(batch)
+        allocator.check_invariants()
+        hits.append(allocator.prefix_index.num_cached)
+    assert hits == [2, 2]
