@@ -149,7 +149,8 @@ def sweep(
         Called with cells done and cells in all.
     """
     paths = {cell: folder / "cells" / f"{cell.key()}.json" for cell in cells}
-    missing = [cell for cell in paths if not paths[cell].exists()]
+    rows = {cell: _finished(path) for cell, path in paths.items()}
+    missing = [cell for cell, row in rows.items() if row is None]
     traces = {name: _trace(cell) for cell in missing if (name := _source(cell))}
     done = len(paths) - len(missing)
     progress(done, len(paths))
@@ -158,7 +159,18 @@ def sweep(
         write_atomic(paths[cell], to_json(row))
         done += 1
         progress(done, len(paths))
-    return [json.loads(paths[cell].read_text()) for cell in cells], len(missing)
+    for cell in missing:
+        rows[cell] = json.loads(paths[cell].read_text())
+    return [rows[cell] or {} for cell in cells], len(missing)
+
+
+def _finished(path: Path) -> Row | None:
+    """The row that an earlier sweep left; None where there is none, or it is damaged."""
+    try:
+        row = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and "error" in row else None
 
 
 def _source(cell: Cell) -> tuple[str, int | None, int]:

@@ -69,10 +69,10 @@ def test_what_is_finished_is_not_computed_again(tmp_path: Path) -> None:
     assert num == 4 and [row["backend"] for row in rows] == [cell.backend for cell in CELLS]
     assert rows[0] == compute(CELLS[0], read_trace("article"))
     for path in tmp_path.glob("cells/*"):
-        path.write_text(json.dumps({"kept": path.name}))
+        path.write_text(json.dumps({"error": None, "kept": path.name}))
     more = [*CELLS, replace(CELLS[0], memory="4MiB")]
     again, num = sweep(more, tmp_path, jobs=1)
-    assert num == 1 and [list(row) for row in again[:4]] == [["kept"]] * 4
+    assert num == 1 and [list(row) for row in again[:4]] == [["error", "kept"]] * 4
     assert again[4]["capacity_tokens"] == 2 * rows[0]["capacity_tokens"]
 
 
@@ -89,6 +89,16 @@ def test_an_interrupted_sweep_leaves_whole_cells_and_goes_on(tmp_path: Path) -> 
     rows, num = sweep(CELLS, tmp_path, jobs=1, progress=lambda *step: calls.append(step))
     assert num == 2 and calls == [(2, 4), (3, 4), (4, 4)]
     assert rows == sweep(CELLS, tmp_path / "other", jobs=1)[0]
+
+
+@pytest.mark.parametrize("left", ['{"x": ', "[3]", "{}", "", "[" * 100_000, "\udcff"])
+def test_a_damaged_cell_is_computed_again(left: str, tmp_path: Path) -> None:
+    rows, _ = sweep(CELLS[:1], tmp_path, jobs=1)
+    (path,) = (tmp_path / "cells").iterdir()
+    path.write_bytes(left.encode(errors="surrogateescape"))
+    again, num_computed = sweep(CELLS[:1], tmp_path, jobs=1)
+    assert num_computed == 1 and again[0]["completed"] == rows[0]["completed"]
+    assert sweep(CELLS[:1], tmp_path, jobs=1)[1] == 0
 
 
 def test_a_changed_file_is_another_cell(tmp_path: Path) -> None:
