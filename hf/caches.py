@@ -42,6 +42,9 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
         ValueError
             A sliding window has let go of what the next token would have to see (call
             ``activate_past_recording`` before generating); nothing was changed.
+        OutOfMemory
+            The cut goes through pages that beams share, and there are none for copies; nothing
+            was changed.
         """
         length = self._length()
         keep = _kept(length, int(tokens_to_remove))
