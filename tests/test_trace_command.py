@@ -63,7 +63,7 @@ def test_names_that_look_like_markup_or_are_no_text(tmp_path: Path) -> None:
     told = trace("describe", str(path))
     assert "[b]?.csv" in told and "column [/i] ignored" in told
     assert json.loads(trace("describe", str(path), "--json", "-"))["name"] == "[b]?.csv"
-    assert "?.csv: 1 requests" in trace("convert", str(path), str(path))
+    assert "?.csv: 1 request" in trace("convert", str(path), str(path))
 
 
 def test_convert_gives_a_length_set_times(tmp_path: Path) -> None:
