@@ -127,7 +127,7 @@ def _environ(kind: str) -> dict[str, str]:
                 "--dry needs the conformance library, which is in the source tree: run it there"
             ) from error
         try:
-            environ["LD_LIBRARY_PATH"] = conformance.library_path(conformance.compiled())
+            environ["LD_LIBRARY_PATH"] = conformance.search_path(conformance.compiled())
         except conformance.CannotBuild as error:
             raise BadInput(str(error)) from error
         environ |= {"KVALLOC_FAKE_GRANULARITY": "65536", "KVALLOC_FAKE_DEVICES": "2"}

@@ -117,7 +117,7 @@ def run_in_subprocess(code: str | Callable[..., None], *args: object, **settings
         code = f"{textwrap.dedent(inspect.getsource(code))}\n\n{call}\n"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("KVALLOC_FAKE_")}
     environment |= {f"KVALLOC_FAKE_{k.upper()}": str(v) for k, v in settings.items()}
-    environment["LD_LIBRARY_PATH"] = library_path(build())
+    environment["LD_LIBRARY_PATH"] = search_path(build())
     done = subprocess.run(
         [sys.executable, "-c", "from __future__ import annotations\n" + textwrap.dedent(code)],
         env=environment,
@@ -131,7 +131,7 @@ def run_in_subprocess(code: str | Callable[..., None], *args: object, **settings
     return done.stdout
 
 
-def library_path(folder: Path) -> str:
+def search_path(folder: Path) -> str:
     """``LD_LIBRARY_PATH`` of a process that shall find the library there before NVIDIA's."""
     return os.pathsep.join(filter(None, [str(folder), os.environ.get("LD_LIBRARY_PATH", "")]))
 
