@@ -126,6 +126,7 @@ class _CsvReader:
             self.columns.notices.append(f"column {', '.join(unknown)[:80]} ignored")
 
     def read(self, lines: Iterator[str]) -> Trace:
+        """The whole trace, from the lines after the header."""
         numbered = enumerate(lines, 2)
         while block := list(islice(numbered, _ROWS)):
             self._read_block(block)

@@ -121,6 +121,7 @@ class _OwnLines(_Lines):
             self.columns.notices.append(f"key {', '.join(unknown)[:80]} ignored")
 
     def add(self, line: int, row: dict[str, Any]) -> None:
+        """Take one request in our own keys."""
         if "arrival_s" in row and "arrival_step" in row:
             raise BadCell("give either arrival_s or arrival_step, not both")
         stamp = field(row, self.time)
@@ -163,6 +164,7 @@ class _MooncakeLines(_Lines):
         self.columns.prefix = []
 
     def add(self, line: int, row: dict[str, Any]) -> None:
+        """Take one request with the hashes of its prompt."""
         arrival = ticks(field(row, "timestamp"), "timestamp", per_second=self.per_second)
         prompt = count(field(row, "input_length"), "input_length", 1)
         output = count(field(row, "output_length"), "output_length", 0)
