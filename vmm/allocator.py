@@ -163,14 +163,7 @@ class VmmAllocator(PageAllocator):
         num = (end - begin) * self.groups[g].columns
         if num <= 0 or num > self.pool.num_free:
             return 0
-        pages = self.pool.take(num)
-        try:
-            self._table.fill(row, self._columns[g], begin, end, pages)
-            self._attach(row, g, begin, end)
-        except BaseException:
-            self._put_back(pages)
-            raise
-        self.pool.drop(pages)
+        self.pool.rest(self._add(row, g, begin, end))
         self._ready[g][row] = end
         self._num_warm += num
         return num
