@@ -26,7 +26,8 @@ from .errors import BadInput
 from .output import emit_json
 from .registry import load_average
 from .row_tables import Column, Columns
-from .scheduler import Counts, Scheduler
+from .scheduler import Scheduler
+from .scheduling import Counts
 
 Row = dict[str, Any]
 PAGE_TOKENS = 16

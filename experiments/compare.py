@@ -16,7 +16,7 @@ from .environment import environment
 from .errors import BadInput
 from .recorder import in_tokens
 from .replay import Engine, Result, owners_json, replay
-from .scheduler import OnFailure, OnFull
+from .scheduling import OnFailure, OnFull
 from .specs import Spec
 from .trace import Trace
 

@@ -18,7 +18,7 @@ from .compare import Settings, compare
 from .errors import BadInput
 from .output import emit_json, parse_bytes
 from .readers import read_trace
-from .scheduler import OnFailure, OnFull
+from .scheduling import OnFailure, OnFull
 from .size_command import chosen_model
 from .specs import parse_specs, token_geometry
 from .trace import Trace

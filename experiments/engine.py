@@ -11,7 +11,7 @@ from ..contract import KVCache
 from ..kernels.attention import attend
 from ..telemetry import Clock
 from .made_up import Expected, Values
-from .scheduler import Placed
+from .scheduling import Placed
 
 LARGEST = sys.float_info.max
 

@@ -21,7 +21,7 @@ from .recorded import recorded
 from .registry import Report, Row
 from .replay import replay
 from .row_tables import Column, Columns, percent, size
-from .scheduler import Placed
+from .scheduling import Placed
 from .specs import parse_spec
 
 SIMULATED = False

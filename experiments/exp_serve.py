@@ -32,7 +32,7 @@ from .readers import read_trace
 from .registry import Report, Row
 from .replay import replay
 from .row_tables import Column, Columns, percent
-from .scheduler import OnFailure
+from .scheduling import OnFailure
 from .serve_rows import LANES, PARTS, Served, answers_of, row_of
 from .specs import parse_spec
 from .trace import Trace

@@ -22,7 +22,7 @@ from .readers import read_trace
 from .registry import Report, Row
 from .replay import replay
 from .row_tables import Column, Columns, percent
-from .scheduler import Placed
+from .scheduling import Placed
 from .specs import parse_spec
 
 if TYPE_CHECKING:

@@ -9,8 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..contract import Allocator, Usage
+from ..sequences import Ints
 from .recorder import Number, Recorder, in_tokens
-from .scheduler import Counts, OnFailure, OnFull, Placed, Scheduler
+from .scheduler import Scheduler
+from .scheduling import Counts, OnFailure, OnFull, Placed
 from .trace import Trace
 
 MAX_OWNER_ENTRIES = 50_000
@@ -98,7 +100,7 @@ def replay(
     progress
         Called now and then with the number of requests done with.
     """
-    steps = trace.steps(step_ms)
+    arriving = _Arrivals(trace.steps(step_ms))
     scheduler = Scheduler(
         allocator,
         trace.prompt,
@@ -110,17 +112,11 @@ def replay(
         prefill=None if engine is None else engine.prefill,
     )
     recorder, owned = Recorder(), Owners() if owners else None
-    arrived, now, num = 0, 0, len(trace)
-    # First request of each later step: no search within the loop.
-    boundary = np.append(np.flatnonzero(np.diff(steps)) + 1, num).tolist() if num else []
-    turn = 0
-    while arrived < num or scheduler.active or scheduler.waiting:
+    now = 0
+    while arriving.are_left or scheduler.active or scheduler.waiting:
         if not scheduler.active and not scheduler.waiting:
-            now = int(steps[arrived])  # idle steps are skipped
-        arrivals = range(arrived, arrived)
-        if arrived < num and steps[arrived] == now:
-            arrivals = range(arrived, boundary[turn])
-            arrived, turn = boundary[turn], turn + 1
+            now = arriving.next_step  # idle steps are skipped
+        arrivals = arriving.at(now)
         if engine is not None:
             engine.begin_step(arrivals)
         scheduler.step(arrivals)
@@ -131,11 +127,36 @@ def replay(
         if owned is not None:
             owned = _record_owners(owned, now, usage, scheduler)
         if progress is not None and recorder.num_steps % 64 == 0:
-            progress(arrived - len(scheduler.active) - len(scheduler.waiting))
+            progress(arriving.num_arrived - len(scheduler.active) - len(scheduler.waiting))
         now += 1
     if progress is not None:
-        progress(num)
+        progress(len(trace))
     return Result(scheduler.counts, recorder, owned)
+
+
+class _Arrivals:
+    """Requests by the step in which they arrive, asked for in order: no search within the loop."""
+
+    def __init__(self, steps: Ints) -> None:
+        self.num_arrived = 0
+        self._steps = steps
+        self._ends = iter([*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)])
+
+    @property
+    def are_left(self) -> bool:
+        return self.num_arrived < len(self._steps)
+
+    @property
+    def next_step(self) -> int:
+        """When the next ones arrive."""
+        return int(self._steps[self.num_arrived])
+
+    def at(self, step: int) -> range:
+        """Those that arrive in a step, none of them asked for before."""
+        begin = self.num_arrived
+        if self.are_left and self.next_step == step:
+            self.num_arrived = next(self._ends)
+        return range(begin, self.num_arrived)
 
 
 def _record_owners(owned: Owners, step: int, usage: Usage, scheduler: Scheduler) -> Owners | None:

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from ..contract import Allocator
 from .errors import BadInput
-from .scheduler import Counts, OnFailure, Scheduler
+from .scheduler import Scheduler
+from .scheduling import Counts, OnFailure
 from .trace import Trace
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ..contract import KVCache
 from ..telemetry import Clock
-from .scheduler import Placed
+from .scheduling import Placed
 from .serve_model import Batch
 from .trace import Trace
 

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..contract import Allocator
-from .scheduler import Counts, OnFailure, OnFull, Placed, Scheduler
+from .scheduler import Scheduler
+from .scheduling import Counts, OnFailure, OnFull, Placed
 from .step_model import StepModel
 from .trace import Trace
 

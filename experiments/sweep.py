@@ -20,7 +20,7 @@ from .compare import Settings, compare
 from .errors import BadInput
 from .output import parse_bytes, to_json, write_atomic
 from .readers import read_trace
-from .scheduler import OnFailure
+from .scheduling import OnFailure
 from .size_command import chosen_model
 from .specs import parse_spec
 from .trace import Trace

@@ -11,7 +11,7 @@ from .commands import JsonFile, progress_bar
 from .errors import BadInput
 from .output import emit_json
 from .row_tables import Column, Columns
-from .scheduler import OnFailure
+from .scheduling import OnFailure
 from .sweep import Row, grid, sweep
 
 ON_FAILURE: tuple[OnFailure, ...] = get_args(OnFailure)

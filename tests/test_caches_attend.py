@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvalloc.contiguous import ContiguousKVCache
 from kvalloc.contract import DenseView, KVCache, PagedView
 from kvalloc.experiments.replay import replay
-from kvalloc.experiments.scheduler import OnFailure, Placed
+from kvalloc.experiments.scheduling import OnFailure, Placed
 from kvalloc.experiments.trace import Trace
 from kvalloc.geometry import KVGeometry, LayerShape
 from kvalloc.kernels.attention import attend

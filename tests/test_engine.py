@@ -10,7 +10,7 @@ import torch
 from kvalloc.contract import DenseView, KVCache
 from kvalloc.experiments.engine import Engine
 from kvalloc.experiments.made_up import KEEP_BYTES, Expected, Values, float64_attention
-from kvalloc.experiments.scheduler import Placed
+from kvalloc.experiments.scheduling import Placed
 from kvalloc.experiments.specs import parse_spec
 from kvalloc.kernels.reference import reference_attention
 from kvalloc.models import geometry

@@ -19,7 +19,7 @@ from kvalloc.experiments import exp_serve
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.exp_serve import Config, serve
 from kvalloc.experiments.registry import Report, find
-from kvalloc.experiments.scheduler import OnFailure
+from kvalloc.experiments.scheduling import OnFailure
 from kvalloc.experiments.serve_engine import prompt_ids
 from kvalloc.experiments.serve_model import random_model, serving
 from kvalloc.experiments.serve_rows import NUM_FORWARDS, PARTS, Served, answers_of

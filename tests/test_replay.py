@@ -13,7 +13,8 @@ from kvalloc.contract import Allocator
 from kvalloc.experiments.built_in_traces import hole
 from kvalloc.experiments.recorder import MAX_POINTS, in_tokens
 from kvalloc.experiments.replay import MAX_OWNER_ENTRIES, Result, owners_json, replay
-from kvalloc.experiments.scheduler import OnFailure, OnFull, Placed, Scheduler
+from kvalloc.experiments.scheduler import Scheduler
+from kvalloc.experiments.scheduling import OnFailure, OnFull, Placed
 from kvalloc.experiments.specs import parse_spec, token_geometry
 from kvalloc.experiments.trace import Trace
 from kvalloc.models import geometry
