@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
-from itertools import pairwise
+from itertools import cycle, pairwise
 from time import perf_counter_ns
 
 from ..vmm import system
@@ -20,33 +20,44 @@ PAGE_TOKENS = 16  # of the sequence that grows
 
 
 class BareCalls:
-    """The system calls behind each verb, for one page and without any rule or book."""
+    """The system calls behind each verb, for one page and without any rule or book.
 
-    def __init__(self, page_bytes: int) -> None:
+    The page is the ``at``-th of a range of ``num_pages``: the system works harder within a range,
+    which it must split, than for one that is replaced whole. Pages that are neighbours in
+    addresses are none in the file, as where two buffers grow in turn.
+    """
+
+    def __init__(self, page_bytes: int, num_pages: int = 1) -> None:
         self._libc = system.libc()
         self._size = page_bytes
+        self._range = page_bytes * num_pages
         self._fd = os.memfd_create("kvalloc-bench", os.MFD_CLOEXEC)
-        self._address = 0
+        self._base = self._address = self._offset = 0
+
+    def turn_to(self, at: int) -> None:
+        """Mean this page of the range from now on."""
+        self._address = self._base + at * self._size
+        self._offset = 2 * at * self._size
 
     def reserve(self) -> None:
-        """Reserve addresses for one page, aligned to its size."""
+        """Reserve addresses for the range, aligned to the page."""
         slack = self._size - system.OS_PAGE
-        raw = self._libc.mmap(0, self._size + slack, system.PROT_NONE, system.IDLE, -1, 0)
+        raw = self._libc.mmap(0, self._range + slack, system.PROT_NONE, system.IDLE, -1, 0)
         head = -raw % self._size
-        self._address = raw + head
+        self._base = self._address = raw + head
         if head:
             self._libc.munmap(raw, head)
         if slack - head:
-            self._libc.munmap(self._address + self._size, slack - head)
+            self._libc.munmap(self._base + self._range, slack - head)
 
     def create(self) -> None:
         """Let the file have memory for the page."""
-        os.posix_fallocate(self._fd, 0, self._size)
+        os.posix_fallocate(self._fd, self._offset, self._size)
 
     def map(self) -> None:
         """Map the page without access."""
         flags = system.MAP_SHARED | system.MAP_FIXED
-        self._libc.mmap(self._address, self._size, system.PROT_NONE, flags, self._fd, 0)
+        self._libc.mmap(self._address, self._size, system.PROT_NONE, flags, self._fd, self._offset)
 
     def allow(self) -> None:
         """Grant access and populate the page."""
@@ -61,11 +72,11 @@ class BareCalls:
 
     def release(self) -> None:
         """Give the memory of the page back."""
-        self._libc.fallocate(self._fd, system.FALLOC_PUNCH, 0, self._size)
+        self._libc.fallocate(self._fd, system.FALLOC_PUNCH, self._offset, self._size)
 
     def free(self) -> None:
         """Return the addresses."""
-        self._libc.munmap(self._address, self._size)
+        self._libc.munmap(self._base, self._range)
 
     def close(self) -> None:
         """Close the file."""
@@ -117,7 +128,7 @@ def grow_rounds(page_bytes: int) -> Generator[Times]:
     geometry = KVGeometry("bench", (layer,), 1, "float16")
     driver = HostDriver(page_bytes)
     cache = VmmKVCache(geometry, 8 * NUM_BUFFERS * page_bytes, page_bytes, driver=driver)
-    bares = [BareCalls(page_bytes) for _ in range(NUM_BUFFERS)]
+    bares = [BareCalls(page_bytes, cache.max_rows * 8) for _ in range(NUM_BUFFERS)]
     for bare in bares:
         bare.reserve()
 
@@ -128,28 +139,38 @@ def grow_rounds(page_bytes: int) -> Generator[Times]:
         assert made == [creates, maps, maps], "the round does not time what it says"
         return took
 
-    def bare_grow(*verbs: str) -> int:
+    def bare_calls(at: int, *verbs: str) -> int:
+        for bare in bares:
+            bare.turn_to(at)
         return sum(_time([getattr(bare, verb) for bare in bares for verb in verbs]))
 
     try:
-        while True:
+        for bare_first in cycle((True, False)):
+
+            def both(creates: int, *verbs: str, first: bool = bare_first) -> tuple[int, int]:
+                theirs = bare_calls(1, *verbs) if first else 0
+                ours = grow(creates=creates, maps=NUM_BUFFERS)
+                return ours, theirs or bare_calls(1, *verbs)
+
             times: Times = {}
             cache.admit("a", PAGE_TOKENS)
-            new = bare_grow("create", "map", "allow")
-            times["grow"] = grow(creates=NUM_BUFFERS, maps=NUM_BUFFERS), new
+            bare_calls(0, "create", "map", "allow")
+            times["grow"] = both(NUM_BUFFERS, "create", "map", "allow")
             times["grow inside"] = grow(), None
-            bare_grow("unmap")  # here, so that both sides find their pages equally cold below
+            for at in range(2):  # here, so that both sides find their pages equally cold below
+                bare_calls(at, "unmap")
             cache.release("a")
             cache.admit("a", PAGE_TOKENS)
             times["grow warm"] = grow(), None
             cache.release("a")
             VmmAllocator.reclaim(cache)  # unmaps, but keeps the pages
             cache.admit("a", PAGE_TOKENS)
-            pooled = bare_grow("map", "allow")
-            times["grow pooled"] = grow(maps=NUM_BUFFERS), pooled
+            bare_calls(0, "map", "allow")
+            times["grow pooled"] = both(0, "map", "allow")
             cache.release("a")
             cache.reclaim()
-            bare_grow("unmap", "release")
+            for at in range(2):
+                bare_calls(at, "unmap", "release")
             yield times
     finally:
         cache.close()

@@ -8,6 +8,9 @@ from numpy.typing import NDArray
 from ..sequences import Ints, Rows, resized
 from .pool import PageIds
 
+RowPages = NDArray[np.int32]
+"""Page numbers of a part of a row, ``[column, n]``."""
+
 
 class PageTable:
     """Page numbers ``[row, column, n]``: the n-th page of a row in one buffer (column).
@@ -33,6 +36,10 @@ class PageTable:
     def of_row(self, row: int, columns: slice, begin: int, end: int) -> PageIds:
         """A copy of entries ``begin … end − 1`` of a row, column by column."""
         return self.pages[row, columns, begin:end].reshape(-1).astype(np.intp)
+
+    def view_of_row(self, row: int, columns: slice, begin: int, end: int) -> RowPages:
+        """The same entries ``[columns, n]`` without a copy: until the table changes."""
+        return self.pages[row, columns, begin:end]
 
     def fill(self, row: int, columns: slice, begin: int, end: int, pages: PageIds) -> None:
         """Write the entries that ``of_row`` reads."""

@@ -13,6 +13,7 @@ import torch
 from ..contract import DenseView, KVCache, OutOfMemory, Seq
 from ..geometry import KVGeometry
 from ..pages.pool import PageIds
+from ..pages.table import RowPages
 from ..sequences import at_least_one, count
 from ..tensors import (
     BatchMemo,
@@ -221,8 +222,8 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
         self.physical.driver.wait(self.physical.driver.fence())
         self._space.unmap(row, g, begin, self._pages_of(row, g, begin, end))
 
-    def _pages_of(self, row: int, g: int, begin: int, end: int) -> PageIds:
-        return self._table.of_row(row, self._columns[g], begin, end).reshape(-1, end - begin)
+    def _pages_of(self, row: int, g: int, begin: int, end: int) -> RowPages:
+        return self._table.view_of_row(row, self._columns[g], begin, end)
 
     def _leave_behind(self, row: int, tokens: int) -> None:
         try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..pages.pool import PageIds, PagePool
+from ..pages.pool import PagePool
+from ..pages.table import RowPages
 from ..sequences import count
 from .driver import Driver
+
+NONE = -1
+"""The handle of a page that has no memory."""
 
 
 class PhysicalPool(PagePool):
@@ -29,6 +32,8 @@ class PhysicalPool(PagePool):
     ----------
     unclean : bool array
         Per page: it is to be overwritten with zeros when it is next put in place.
+    scrubs : bool
+        A cache that overwrites what it gives up has drawn on this pool; else all is clean.
     """
 
     def __init__(self, driver: Driver, memory_bytes: int, page_bytes: int) -> None:
@@ -40,33 +45,35 @@ class PhysicalPool(PagePool):
         super().__init__(count("memory_bytes", memory_bytes) // page_bytes)
         self.driver = driver
         self.page_bytes = page_bytes
-        self._handles = np.full(self.num_pages, -1, np.int64)
+        self._handles = [NONE] * self.num_pages
         self.unclean = np.zeros(self.num_pages, np.bool_)
+        self.scrubs = False
 
     @property
     def num_created(self) -> int:
         """Pages that take physical memory at the moment."""
-        return int((self._handles >= 0).sum())
+        return self.num_pages - self._handles.count(NONE)
 
-    def lacking(self, pages: PageIds) -> NDArray[np.bool_]:
-        """Which of the pages have no memory yet."""
-        lacking: NDArray[np.bool_] = self._handles[pages] < 0
-        return lacking
+    def soil_new(self, pages: RowPages) -> None:
+        """Have pages overwritten that have no memory yet: drivers do not promise zeros."""
+        for page in pages.ravel().tolist():
+            if self._handles[page] == NONE:
+                self.unclean[page] = True
 
-    def handles(self, pages: PageIds) -> list[int]:
-        """Handles of pages, created where missing. ``OutOfMemory`` if the driver has no more."""
-        handles: list[int] = self._handles[pages].tolist()
-        for i, handle in enumerate(handles):
-            if handle < 0:
-                handles[i] = self.driver.create(self.page_bytes)
-                self._handles[pages[i]] = handles[i]
-        return handles
+    def handles(self, pages: RowPages) -> list[list[int]]:
+        """Handles ``[column, n]``, created where missing; ``OutOfMemory`` if there is no more."""
+        return [[self._handle(page) for page in column] for column in pages.tolist()]
+
+    def _handle(self, page: int) -> int:
+        handle = self._handles[page]
+        if handle == NONE:
+            handle = self._handles[page] = self.driver.create(self.page_bytes)
+        return handle
 
     def trim(self) -> int:
         """Release the handles of free pages; returns how many."""
-        free = self.free_pages()
-        created = free[~self.lacking(free)]
-        for page in created.tolist():
-            self.driver.release(int(self._handles[page]))
-            self._handles[page] = -1
+        created = [page for page in self.free_pages().tolist() if self._handles[page] != NONE]
+        for page in created:
+            self.driver.release(self._handles[page])
+            self._handles[page] = NONE
         return len(created)

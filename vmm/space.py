@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 
 from ..geometry import KVGeometry
-from ..pages.pool import PageIds
+from ..pages.table import RowPages
 from ..tensors import torch_dtype
 from .dlpack import Views
 from .driver import DriverError
@@ -69,6 +69,7 @@ class RowSpace:
         self._plan = plan
         self._pool = pool
         self._scrub = scrub
+        pool.scrubs |= scrub
         self._views = Views()
         self._reservations: list[Reservation] = []
         self._zero: ZeroPage | None = None
@@ -80,6 +81,10 @@ class RowSpace:
                 made = self._reserve(i, num_rows)
                 self._reservations.append(made)
                 undo.callback(made.free)
+            self._columns = [
+                [(self._reservations[c.reservation], c.row_bytes, c.offset) for c in columns]
+                for columns in plan.columns
+            ]
             undo.callback(self._drop_tensors)
             self._make_tensors()
             undo.pop_all()
@@ -127,7 +132,7 @@ class RowSpace:
 
     # ------------------------------------------------------------------ pages
 
-    def map(self, row: int, g: int, begin: int, pages: PageIds) -> None:
+    def map(self, row: int, g: int, begin: int, pages: RowPages) -> None:
         """Put pages under a row, from the ``begin``-th of each column on; all or nothing.
 
         Parameters
@@ -138,20 +143,20 @@ class RowSpace:
             ``[columns of the group, n]``. One access grant per column.
         """
         if self._scrub:
-            self._pool.unclean[pages] |= self._pool.lacking(pages)
+            self._pool.soil_new(pages)
         done: list[tuple[Reservation, int, list[int]]] = []
         try:
             for reservation, at, handles in self._runs(row, g, begin, pages):
                 reservation.map(at, handles)
                 done.append((reservation, at, handles))
-            if self._pool.unclean[pages].nonzero()[0].size:
+            if self._pool.scrubs and self._pool.unclean[pages].any():
                 self._clean(row, g, begin, pages)
         except BaseException:
             for reservation, at, handles in reversed(done):
                 reservation.unmap(at, handles)
             raise
 
-    def unmap(self, row: int, g: int, begin: int, pages: PageIds) -> None:
+    def unmap(self, row: int, g: int, begin: int, pages: RowPages) -> None:
         """Undo ``map``; all or nothing. Nothing queued may still read the pages."""
         done: list[tuple[Reservation, int, list[int]]] = []
         try:
@@ -167,40 +172,37 @@ class RowSpace:
         """Whether zeros lie where pages are to go; nothing queued may still read them then."""
         if self._zero is None:
             return False
-        spots = (self._at(row, g, c, begin) for c in range(len(self._plan.columns[g])))
+        at = begin * self._pool.page_bytes
         return any(
-            isinstance(reservation, GuardedReservation) and reservation.is_guarded(at, end - begin)
-            for reservation, at in spots
+            isinstance(reservation, GuardedReservation)
+            and reservation.is_guarded(row * row_bytes + offset + at, end - begin)
+            for reservation, row_bytes, offset in self._columns[g]
         )
 
     def _runs(
-        self, row: int, g: int, begin: int, pages: PageIds
+        self, row: int, g: int, begin: int, pages: RowPages
     ) -> list[tuple[Reservation, int, list[int]]]:
         """Per column of a group: where the pages go, and their handles (created if missing)."""
-        handles, size = self._pool.handles(pages.ravel()), pages.shape[1]
+        handles, at = self._pool.handles(pages), begin * self._pool.page_bytes
         return [
-            (*self._at(row, g, c, begin), handles[c * size : (c + 1) * size])
-            for c in range(len(pages))
+            (reservation, row * row_bytes + offset + at, of_column)
+            for (reservation, row_bytes, offset), of_column in zip(
+                self._columns[g], handles, strict=True
+            )
         ]
-
-    def _at(self, row: int, g: int, c: int, n: int) -> tuple[Reservation, int]:
-        """Where the n-th page of a row is in one column: a reservation and an offset in bytes."""
-        column = self._plan.columns[g][c]
-        offset = row * column.row_bytes + column.offset + n * self._pool.page_bytes
-        return self._reservations[column.reservation], offset
 
     # ------------------------------------------------------------------ contents
 
     def spots(self, row: int, g: int, begin: int, end: int) -> list[torch.Tensor]:
         """The bytes of pages ``begin … end − 1`` of a row, one tensor per column."""
-        num_bytes = (end - begin) * self._pool.page_bytes
-        spots = []
-        for c, column in enumerate(self._plan.columns[g]):
-            _, at = self._at(row, g, c, begin)
-            spots.append(self._bytes[column.reservation][at : at + num_bytes])
+        size, spots = self._pool.page_bytes, []
+        for column in self._plan.columns[g]:
+            at = row * column.row_bytes + column.offset
+            flat = self._bytes[column.reservation]
+            spots.append(flat[at + begin * size : at + end * size])
         return spots
 
-    def _clean(self, row: int, g: int, begin: int, pages: PageIds) -> None:
+    def _clean(self, row: int, g: int, begin: int, pages: RowPages) -> None:
         """Overwrite pages just put in place whose remains are nobody's business."""
         size = self._pool.page_bytes
         for spot, unclean in zip(
