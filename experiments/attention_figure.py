@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import style
+from .row_tables import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Row = dict[str, Any]
 COLORS = {
     "dense": style.INK,
     "paged": style.backend_style("paged:16").color,

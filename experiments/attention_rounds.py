@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..geometry import ITEMSIZE
 from .attention_points import TOLERANCE, Candidate, Point, error
+from .row_tables import Row
 
 if TYPE_CHECKING:
     from .bench_attention import Config
 
-Row = dict[str, Any]
 DENSE = ("dense-sdpa", "dense-fa2")
 
 

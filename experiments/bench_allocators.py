@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -25,11 +25,10 @@ from .environment import environment
 from .errors import BadInput
 from .output import emit_json
 from .registry import load_average
-from .row_tables import Column, Columns
+from .row_tables import Column, Columns, Row
 from .scheduler import Scheduler
 from .scheduling import Counts
 
-Row = dict[str, Any]
 PAGE_TOKENS = 16
 NUM_SLOTS = 8_192 * PAGE_TOKENS
 MAX_RUNNING = 128

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,12 +20,11 @@ from .commands import JsonFile, progress_bar
 from .environment import environment
 from .errors import BadInput
 from .output import emit_json
-from .row_tables import Column, Columns, percent
+from .row_tables import Column, Columns, Row, percent
 
 if TYPE_CHECKING:
     from .attention_points import Point
 
-Row = dict[str, Any]
 COLUMNS: Columns = (
     Column("kernel", "kernel"),
     Column("layout", "layout"),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -19,9 +19,8 @@ from .commands import JsonFile, progress_bar
 from .environment import environment
 from .errors import BadInput
 from .output import emit_json
-from .row_tables import Column, Columns, show, terminal_table
+from .row_tables import Column, Columns, Row, show, terminal_table
 
-Row = dict[str, Any]
 COLUMNS: Columns = (
     Column("cache", "cache"),
     Column("context", "context"),

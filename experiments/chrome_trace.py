@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-Row = dict[str, Any]
 Spans = list[list[float]]
 """``[start, duration]`` of each call, in microseconds."""
 
 
-def chrome_trace(calls: Mapping[str, Mapping[str, Spans]], lanes: Mapping[str, str]) -> Row:
+def chrome_trace(
+    calls: Mapping[str, Mapping[str, Spans]], lanes: Mapping[str, str]
+) -> dict[str, Any]:
     """Complete events: a process per backend, a lane per kind of call.
 
     Parameters
@@ -21,7 +22,7 @@ def chrome_trace(calls: Mapping[str, Mapping[str, Spans]], lanes: Mapping[str, s
         Name of the call → lane.
     """
     names = list(dict.fromkeys(lanes.values()))
-    events: list[Row] = []
+    events: list[dict[str, Any]] = []
     for pid, backend in enumerate(calls):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": backend}})
         events += [

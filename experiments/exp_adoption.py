@@ -20,8 +20,8 @@ import numpy as np
 from ..geometry import SLOTS, KVGeometry
 from ..vmm.allocator import ADOPTION, VmmAllocator
 from .generators import generate
-from .registry import Report, Row
-from .row_tables import Column, Columns
+from .registry import Report
+from .row_tables import Column, Columns, Row
 from .saturated import drain
 from .trace import Trace
 

@@ -23,8 +23,8 @@ from ..telemetry import Clock, MeasuredAllocator
 from .errors import BadInput
 from .generators import generate
 from .output import parse_bytes
-from .registry import Report, Row
-from .row_tables import Column, Columns
+from .registry import Report
+from .row_tables import Column, Columns, Row
 from .saturated import drain
 from .specs import parse_spec
 from .trace import Trace

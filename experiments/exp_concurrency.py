@@ -18,8 +18,8 @@ from ..contract import OutOfMemory
 from ..models import geometry
 from .output import parse_bytes
 from .recorded import at_once, recorded
-from .registry import Report, Row
-from .row_tables import Column, Columns, percent
+from .registry import Report
+from .row_tables import Column, Columns, Row, percent
 from .saturated import serve
 from .specs import parse_spec
 

@@ -17,9 +17,9 @@ import numpy as np
 from ..models import geometry
 from .generators import generate
 from .output import parse_bytes
-from .registry import Report, Row
+from .registry import Report
 from .replay import replay
-from .row_tables import Column, Columns, percent
+from .row_tables import Column, Columns, Row, percent
 from .specs import parse_spec
 
 SIMULATED = False

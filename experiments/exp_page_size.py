@@ -23,8 +23,8 @@ from ..geometry import KVGeometry
 from ..models import geometry
 from .generators import generate
 from .output import format_bytes, parse_bytes
-from .registry import Report, Row
-from .row_tables import Column, Columns, percent, size
+from .registry import Report
+from .row_tables import Column, Columns, Row, percent, size
 from .saturated import Shares, drain
 from .specs import parse_spec
 from .step_model import MODELS

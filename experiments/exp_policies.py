@@ -16,8 +16,8 @@ from pathlib import Path
 from ..models import geometry
 from .generators import generate
 from .output import parse_bytes
-from .registry import Report, Row
-from .row_tables import Column, Columns, percent
+from .registry import Report
+from .row_tables import Column, Columns, Row, percent
 from .saturated import serve
 from .specs import parse_spec
 

@@ -18,9 +18,9 @@ from ..contract import Allocator
 from ..models import geometry
 from .output import parse_bytes
 from .recorded import recorded
-from .registry import Report, Row
+from .registry import Report
 from .replay import replay
-from .row_tables import Column, Columns, percent, size
+from .row_tables import Column, Columns, Row, percent, size
 from .scheduling import Placed
 from .specs import parse_spec
 

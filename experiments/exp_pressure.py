@@ -20,8 +20,8 @@ import numpy as np
 
 from .generators import generate
 from .output import parse_bytes
-from .registry import Report, Row
-from .row_tables import Column, Columns
+from .registry import Report
+from .row_tables import Column, Columns, Row
 from .simulated_time import Timed, simulate
 from .specs import parse_spec
 from .step_model import step_model

@@ -14,8 +14,8 @@ from pathlib import Path
 from time import process_time
 
 from .generators import generate
-from .registry import Report, Row
-from .row_tables import Column, Columns
+from .registry import Report
+from .row_tables import Column, Columns, Row
 from .saturated import drain
 from .specs import parse_spec, token_geometry
 

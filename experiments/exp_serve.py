@@ -29,9 +29,9 @@ from .chrome_trace import chrome_trace
 from .errors import BadInput
 from .output import parse_bytes, write_atomic
 from .readers import read_trace
-from .registry import Report, Row
+from .registry import Report
 from .replay import replay
-from .row_tables import Column, Columns, percent
+from .row_tables import Column, Columns, Row, percent
 from .scheduling import OnFailure
 from .serve_rows import LANES, PARTS, Served, answers_of, row_of
 from .specs import parse_spec

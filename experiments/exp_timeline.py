@@ -19,9 +19,9 @@ from ..models import geometry
 from .chrome_trace import Spans, chrome_trace
 from .output import parse_bytes, write_atomic
 from .readers import read_trace
-from .registry import Report, Row
+from .registry import Report
 from .replay import replay
-from .row_tables import Column, Columns, percent
+from .row_tables import Column, Columns, Row, percent
 from .scheduling import Placed
 from .specs import parse_spec
 

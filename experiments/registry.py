@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .errors import BadInput
-from .row_tables import Columns
+from .row_tables import Columns, Row
 
-Row = dict[str, Any]
 REFUTED = "Refuted if"
 
 NAMES = {

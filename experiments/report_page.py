@@ -15,10 +15,11 @@ from .environment import in_short
 from .errors import blaming
 from .figures import draw
 from .output import format_bytes
-from .registry import NAMES, Row, find
+from .registry import NAMES, find
 from .report_read import Document, Results
 from .report_tables import Table, tables
 from .results_docs import busy
+from .row_tables import Row
 from .tables import what_to_look_at
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"

@@ -12,6 +12,7 @@ from rich.table import Table
 from .output import format_bytes
 
 Row = dict[str, Any]
+"""What an experiment or a bench found at one point: values by name, ready for JSON."""
 
 
 def plain(value: Any) -> str:

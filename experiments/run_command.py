@@ -10,7 +10,8 @@ import typer
 
 from .commands import JsonFile, progress_bar
 from .output import emit_json
-from .registry import NAMES, Experiment, Report, Row, find, result
+from .registry import NAMES, Experiment, Report, find, result
+from .row_tables import Row
 
 
 def register(app: typer.Typer) -> None:

@@ -11,8 +11,8 @@ from ..telemetry import Clock
 from .chrome_trace import Spans
 from .compare_fields import ALLOCATE, percentiles
 from .recorder import in_tokens
-from .registry import Row
 from .replay import Result
+from .row_tables import Row
 from .trace import Trace
 
 if TYPE_CHECKING:

@@ -14,18 +14,17 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from .compare import Settings, compare
 from .errors import BadInput
 from .output import parse_bytes, to_json, write_atomic
 from .readers import read_trace
+from .row_tables import Row
 from .scheduling import OnFailure
 from .size_command import chosen_model
 from .specs import parse_spec
 from .trace import Trace
 
-Row = dict[str, Any]
 LEFT_OUT = ("series", "owners", "seconds", "allocate_us", "attend_ms", "tpot_ms", "max_abs_error")
 
 

@@ -10,9 +10,9 @@ import typer
 from .commands import JsonFile, progress_bar
 from .errors import BadInput
 from .output import emit_json
-from .row_tables import Column, Columns
+from .row_tables import Column, Columns, Row
 from .scheduling import OnFailure
-from .sweep import Row, grid, sweep
+from .sweep import grid, sweep
 
 ON_FAILURE: tuple[OnFailure, ...] = get_args(OnFailure)
 COLUMNS: Columns = (

@@ -10,7 +10,8 @@ from typing import Any
 from joblib import Parallel, delayed, parallel_config
 
 from .errors import BadInput
-from .sweep import Cell, Row, compute
+from .row_tables import Row
+from .sweep import Cell, compute
 from .trace import Trace
 
 
