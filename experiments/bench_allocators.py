@@ -20,11 +20,9 @@ from typing import Annotated
 
 import typer
 
-from .commands import JsonFile, progress_bar
-from .environment import environment
+from .commands import JsonFile, keep, progress_bar, require_folder
 from .errors import BadInput
-from .output import emit_json
-from .registry import load_average
+from .registry import bench_result
 from .row_tables import Column, Columns, Row
 from .scheduler import Scheduler
 from .scheduling import Counts
@@ -165,18 +163,11 @@ def allocators_command(
     [cyan]kvalloc bench allocators -b paged:16 -b vmm:16 --json -[/cyan]
     """
     config = Config(tuple(backend or DEFAULT_BACKENDS), requests, repeats)
+    require_folder(out, json)
     with progress_bar("backends", quiet=json == "-") as progress:
         rows = run(config, progress)
-    document = {
-        "schema": 1,
-        "experiment": "bench_allocators",
-        "environment": environment(),
-        "load_average": load_average(),
-        "settings": asdict(config),
-        "rows": rows,
-    }
-    emit_json(document, json if json is not None else str(out / "bench_allocators.json"))
-    if json != "-":
+    document = bench_result("allocators", asdict(config), rows)
+    if keep(document, out / "bench_allocators.json", json):
         from .row_tables import show, terminal_table
 
         show(terminal_table(COLUMNS, rows, "Bookkeeping, canonical trace"))

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..geometry import canonical_dtype
-from .commands import JsonFile, progress_bar
-from .environment import environment
+from .commands import JsonFile, keep, progress_bar, require_folder
 from .errors import BadInput
-from .output import emit_json
+from .registry import bench_result
 from .row_tables import Column, Columns, Row, percent
 
 if TYPE_CHECKING:
@@ -177,22 +176,14 @@ def attention_command(
         rounds=rounds,
     )
     config = quick(config) if small else config
+    require_folder(out, json)
     with progress_bar("points", quiet=json == "-") as progress:
         rows = run(config, progress)
-    document = {
-        "schema": 1,
-        "experiment": "bench_attention",
-        "environment": environment(),
-        "settings": asdict(config),
-        "rows": rows,
-    }
-    if json is not None:
-        emit_json(document, json)
-        return
-    from .attention_figure import plot
+    document = bench_result("attention", asdict(config), rows)
+    if keep(document, out / "bench_attention.json", json):
+        from .attention_figure import plot
 
-    emit_json(document, out / "bench_attention.json")
-    _show(rows, plot(rows, out))
+        _show(rows, plot(rows, out))
 
 
 def _dtype(name: str) -> str:

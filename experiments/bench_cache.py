@@ -15,10 +15,9 @@ from typing import Annotated
 
 import typer
 
-from .commands import JsonFile, progress_bar
-from .environment import environment
+from .commands import JsonFile, keep, progress_bar, require_folder
 from .errors import BadInput
-from .output import emit_json
+from .registry import bench_result
 from .row_tables import Column, Columns, Row, show, terminal_table
 
 COLUMNS: Columns = (
@@ -214,19 +213,12 @@ def cache_command(
         num_rounds=rounds,
         max_length=max_length,
     )
+    require_folder(out, json)
     with progress_bar("phases", quiet=json == "-") as progress:
         rows = run(config, progress)
-    document = {
-        "schema": 1,
-        "experiment": "bench_cache",
-        "environment": environment(),
-        "settings": asdict(config),
-        "rows": rows,
-    }
-    if json is not None:
-        emit_json(document, json)
+    document = bench_result("cache", asdict(config), rows)
+    if not keep(document, out / "bench_cache.json", json):
         return
-    emit_json(document, out / "bench_cache.json")
     paths = plot(rows, out)
     show(terminal_table(COLUMNS, rows, "Caches of a transformers model"))
     print(f"Written to {out}/: bench_cache.json, " + ", ".join(path.name for path in paths))

@@ -1,17 +1,51 @@
-"""What the commands have in common: the option for JSON, and a bar that tells how far a run is."""
+"""What the commands have in common: where a result goes, and a bar that tells how far they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from .errors import BadInput
+from .output import emit_json
+
+
+def _no_folder(json: str | None) -> str | None:
+    if json is not None and json != "-" and Path(json).is_dir():
+        raise BadInput(f"--json {json} is a folder: name a file")
+    return json
+
+
 JsonFile = Annotated[
     str | None,
-    typer.Option("--json", metavar="FILE", help="JSON there instead; - prints only JSON."),
+    typer.Option(
+        "--json",
+        metavar="FILE",
+        callback=_no_folder,
+        help="Write JSON there as well; - prints JSON and nothing else.",
+    ),
 ]
+
+
+def require_folder(out: Path, json: str | None) -> None:
+    """Tell before the work, and not after it, that ``--out`` is a file."""
+    if json != "-" and out.exists() and not out.is_dir():
+        raise BadInput(f"--out {out} is a file: name a folder")
+
+
+def keep(document: dict[str, Any], path: Path, json: str | None) -> bool:
+    """Write a result to its file, and where ``--json`` says; whether there is more to show.
+
+    ``--json -`` leaves no file: it prints the result, and nothing else may be printed.
+    """
+    if json != "-":
+        emit_json(document, path)
+    if json is not None:
+        emit_json(document, json)
+    return json != "-"
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -13,25 +13,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from ..geometry import KVGeometry
-from .commands import JsonFile
+from . import compare_options as option
+from .commands import JsonFile, keep, require_folder
 from .compare import Settings, compare
 from .errors import BadInput
-from .output import emit_json, parse_bytes
+from .output import parse_bytes
 from .readers import read_trace
-from .scheduling import OnFailure, OnFull
 from .size_command import chosen_model
 from .specs import parse_specs, token_geometry
 from .trace import Trace
-
-DEFAULT_BACKENDS = ("contiguous:max", "contiguous:exact", "paged:16", "vmm")
-DEFAULT_MODEL = "tiny"
-DEFAULT_MEMORY = "64MiB"
-
-Layout = Literal["token-major", "head-major"]
-"""What is consecutive in memory: the heads of a token, or the tokens of a head."""
-
-Device = Literal["auto", "cpu", "cuda"]
-"""Where a real run happens."""
 
 
 def register(app: typer.Typer) -> None:
@@ -40,70 +30,24 @@ def register(app: typer.Typer) -> None:
 
 
 def compare_command(
-    trace: Annotated[
-        str, typer.Argument(help="A built-in name (kvalloc trace list) or a file.")
-    ] = "chat",
-    backend: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--backend",
-            "-b",
-            metavar="SPEC",
-            help=f"See above. Repeat it (default: {', '.join(DEFAULT_BACKENDS)}).",
-        ),
-    ] = None,
-    run: Annotated[
-        bool | None,
-        typer.Option(
-            "--run/--account", help="Real memory and attention (default), or the books alone."
-        ),
-    ] = None,
-    slots: Annotated[
-        int | None, typer.Option(help="Memory in tokens, without a model (books alone).")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Whose cache it is: kvalloc size --list (default: tiny).")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Memory for the cache, as in 16GiB (default: 64MiB).")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the cache (default: the model's).")] = None,
-    max_new: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|limit|output",
-            help="Where the trace gives no max_new (default: its largest output).",
-        ),
-    ] = None,
-    on_full: Annotated[
-        OnFull, typer.Option(help="A refused admission waits or is lost.")
-    ] = "queue",
-    on_failure: Annotated[
-        OnFailure,
-        typer.Option(help="A refused growth preempts (compute again, or swap), or is lost."),
-    ] = "recompute",
-    step_ms: Annotated[
-        float, typer.Option(help="Length of a step, for arrivals in seconds.")
-    ] = 25.0,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Replay only the first N requests.")
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="Requests a second (1e-6 to 1e6), for files without times.")
-    ] = None,
-    device: Annotated[
-        Device, typer.Option(help="Where a run happens: auto takes the GPU if torch finds one.")
-    ] = "auto",
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Check every attention output against float64.")
-    ] = False,
-    layout: Annotated[
-        Layout, typer.Option(help="Order of the tensors in memory, for all backends.")
-    ] = "token-major",
-    seed: Annotated[int, typer.Option(min=0, help="Of whatever is random.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for compare.json and the figures.")] = Path(
-        "out"
-    ),
+    trace: option.TraceName = "chat",
+    backend: option.Backends = None,
+    run: option.RunOrAccount = None,
+    slots: option.Slots = None,
+    model: option.Model = None,
+    memory: option.Memory = None,
+    dtype: option.Dtype = None,
+    max_new: option.MaxNew = None,
+    on_full: option.IfFull = "queue",
+    on_failure: option.IfGrowthFails = "recompute",
+    step_ms: option.StepMs = 25.0,
+    limit: option.Limit = None,
+    rate: option.Rate = None,
+    device: option.Place = "auto",
+    verify: option.Verify = False,
+    layout: option.Order = "token-major",
+    seed: option.Seed = 0,
+    out: option.Out = Path("out"),
     json: JsonFile = None,
 ) -> None:
     """Replay one trace on several backends and show what each does with the memory.
@@ -122,13 +66,13 @@ def compare_command(
     [bold]peak reserved[/bold] is what sequences held, [bold]waste[/bold] the part of it that held
     no token, [bold]fragmentation[/bold] the share of free memory outside the largest free run.
     """
+    require_folder(out, json)
     real = slots is None if run is None else run
-    geometry, memory_bytes = _memory(real, slots, model, memory, dtype)
-    specs = parse_specs(backend or DEFAULT_BACKENDS, slots=slots is not None, notify=_notify)
-    requests = _requests(trace, limit, max_new, rate, seed, geometry)
-    _check_targets(out, json)
     if verify and not real:
         raise BadInput("--verify checks attention, which --account does not run: use --run")
+    geometry, memory_bytes = _memory(real, slots, model, memory, dtype)
+    specs = parse_specs(backend or option.DEFAULT_BACKENDS, slots=slots is not None, notify=_notify)
+    requests = _requests(trace, limit, max_new, rate, seed, geometry)
     place = choose_device(device, real)
     if place == "cuda" and dtype is None and geometry.dtype == "float32":
         geometry = geometry.with_dtype("bfloat16")  # the dense kernels of a GPU take no float32
@@ -146,25 +90,15 @@ def compare_command(
         seed=seed,
     )
     result = _with_progress(requests, settings, quiet=json == "-")
-    if json is not None:
-        emit_json(result, json)
-        return
-    _show(result, out)
+    if keep(result, out / "compare.json", json):
+        _show(result, out)
 
 
 def _notify(sentence: str) -> None:
     typer.echo(f"kvalloc: {sentence}", err=True)
 
 
-def _check_targets(out: Path, json: str | None) -> None:
-    """Tell a wrong target before the work, not after it."""
-    if json is None and out.exists() and not out.is_dir():
-        raise BadInput(f"--out {out} is a file: name a folder")
-    if json is not None and json != "-" and Path(json).is_dir():
-        raise BadInput(f"--json {json} is a folder: name a file")
-
-
-def choose_device(wanted: Device, real: bool) -> str:
+def choose_device(wanted: option.Device, real: bool) -> str:
     """Torch's name of the device to run on.
 
     Raises
@@ -199,8 +133,8 @@ def _memory(
         return token_geometry(slots)
     if model is not None and memory is None:
         raise BadInput(f"--model {model} needs --memory SIZE, as in --memory 16GiB")
-    geometry = chosen_model(model or DEFAULT_MODEL, dtype)
-    return geometry, parse_bytes(memory or DEFAULT_MEMORY)
+    geometry = chosen_model(model or option.DEFAULT_MODEL, dtype)
+    return geometry, parse_bytes(memory or option.DEFAULT_MEMORY)
 
 
 def _requests(
@@ -236,14 +170,13 @@ def _with_progress(trace: Trace, settings: Settings, *, quiet: bool) -> dict[str
 
 
 def _show(result: dict[str, Any], out: Path) -> None:
-    """Files first, so that the table can say where they are."""
+    """Figures first, so that the table can say where they are."""
     from .figures import draw
     from .tables import compare_table
 
     console = Console()
     for notice in result["trace"]["notices"]:
         console.print(Text(notice, style="dim"))
-    emit_json(result, str(out / "compare.json"))
     figures = draw(result, out, notify=lambda text: console.print(Text(text, style="dim")))
     console.print(compare_table(result))
     names = ", ".join(["compare.json", *(path.name for path in figures)])

@@ -125,3 +125,17 @@ def result(experiment: Experiment, settings: Row, report: Report, rows: list[Row
         "notices": report.notices,
         "rows": rows,
     }
+
+
+def bench_result(name: str, settings: Row, rows: list[Row]) -> Row:
+    """The JSON document of ``kvalloc bench NAME``."""
+    from .environment import environment
+
+    return {
+        "schema": 1,
+        "experiment": f"bench_{name}",
+        "environment": environment(),
+        "load_average": load_average(),
+        "settings": settings,
+        "rows": rows,
+    }

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import JsonFile, progress_bar
-from .output import emit_json
+from .commands import JsonFile, keep, progress_bar, require_folder
 from .registry import NAMES, Experiment, Report, find, result
 from .row_tables import Row
 
@@ -67,16 +66,14 @@ def run_command(
     """
     experiment = find(name)
     config = experiment.module.QUICK if quick else experiment.module.CONFIG
+    require_folder(out, json)
     report = Report()
     with progress_bar(experiment.name, quiet=json == "-") as report.progress:
         rows = experiment.module.run(config, report)
     document = result(experiment, {"quick": quick, **asdict(config)}, report, rows)
-    if json is not None:
-        emit_json(document, json)
-        return
     path = out / f"{experiment.stem}.json"
-    emit_json(document, path)
-    _show(experiment, report, rows, [path, *experiment.module.plot(rows, out)])
+    if keep(document, path, json):
+        _show(experiment, report, rows, [path, *experiment.module.plot(rows, out)])
 
 
 def _show(experiment: Experiment, report: Report, rows: list[Row], paths: list[Path]) -> None:

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ..geometry import DTYPE_ALIASES, KVGeometry
 from ..models import geometry, model_names
+from .commands import JsonFile
 from .errors import BadInput
 from .output import emit_json, format_bytes
 
@@ -49,10 +50,7 @@ def size(
     tp: Annotated[
         int, typer.Option(min=1, help="Tensor-parallel GPUs; sizes are then of one GPU.")
     ] = 1,
-    json: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="Write JSON to a file, or only JSON to -."),
-    ] = None,
+    json: JsonFile = None,
     list_models: Annotated[bool, typer.Option("--list", help="List the known models.")] = False,
 ) -> None:
     """Say how much memory the KV cache of a model takes.

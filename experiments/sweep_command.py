@@ -7,9 +7,8 @@ from typing import Annotated, get_args
 
 import typer
 
-from .commands import JsonFile, progress_bar
+from .commands import JsonFile, keep, progress_bar, require_folder
 from .errors import BadInput
-from .output import emit_json
 from .row_tables import Column, Columns, Row
 from .scheduling import OnFailure
 from .sweep import grid, sweep
@@ -88,6 +87,7 @@ def sweep_command(
         limit=limit,
         seed=seed,
     )
+    require_folder(out, None)  # the cells lie there in any case
     with progress_bar("cells", quiet=json == "-") as progress:
         rows, num_computed = sweep(cells, out, jobs=jobs, cluster=cluster, progress=progress)
     _tell(rows, num_computed, out, json)
@@ -107,8 +107,7 @@ def _tell(rows: list[Row], num_computed: int, out: Path, json: str | None) -> No
     from .row_tables import show, terminal_table
 
     document = {"schema": 1, "experiment": "sweep", "environment": environment(), "rows": rows}
-    emit_json(document, json if json is not None else str(out / "sweep.json"))
-    if json is not None:
+    if not keep(document, out / "sweep.json", json):
         return
     console = Console()
     title = f"{len(rows)} cells, {num_computed} computed now"

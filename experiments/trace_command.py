@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .built_in_traces import BUILT_IN
+from .commands import JsonFile
 from .errors import BadInput
 from .generators import KINDS, generate
 from .output import counted, emit_json
@@ -58,9 +59,7 @@ def describe(
     rate: Annotated[float | None, typer.Option(help=f"{_RATE}, for length sets.")] = None,
     step_ms: Annotated[float, typer.Option(help="Length of a step, for traces in steps.")] = 25.0,
     seed: Annotated[int, typer.Option(help=_SEED)] = 0,
-    json: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write JSON; - prints it and nothing else.")
-    ] = None,
+    json: JsonFile = None,
 ) -> None:
     """Say what a trace is like: totals, lengths, span, repeated prefixes.
 

@@ -210,14 +210,6 @@ def test_a_run_has_the_same_books_as_the_account(
             assert real[key] == books[key], (real["spec"], key)
 
 
-def test_json_goes_to_a_file(tmp_path: Path) -> None:
-    target = tmp_path / "new" / "result.json"
-    options = ("article", "--account", "--slots", "80", "--json", target)
-    assert kvalloc("compare", *options, folder=tmp_path).code == 0
-    assert json.loads(target.read_text())["trace"]["requests"] == 9
-    assert not (tmp_path / "out").exists()
-
-
 def test_limit_and_max_new_shape_the_trace(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(REQUESTS)
     options = ("mine.csv", "--account", *backends("contiguous:max"), "--limit", "2")

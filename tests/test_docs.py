@@ -180,7 +180,7 @@ def rows(name: str, header: str) -> Iterator[list[str]]:
 
 def compared(line: str, folder: Path) -> dict[str, Any]:
     """The JSON of a compare command."""
-    done = CliRunner().invoke(app, [*parsed(line)[0], "--json", str(folder / "compare.json")])
+    done = CliRunner().invoke(app, [*parsed(line)[0], "--out", str(folder)])
     assert done.exit_code == 0, done.output
     result: dict[str, Any] = json.loads((folder / "compare.json").read_text())
     return result

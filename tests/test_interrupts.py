@@ -52,7 +52,7 @@ MOMENTS = {
     ),
     "compare, as a file is renamed": (
         "os replace 1",
-        "compare article --account --slots 80 --json compare.json",
+        "compare article --account --slots 80",
     ),
     "run": (f"{STEP} 20", "run policies --quick"),
     "bench": (
