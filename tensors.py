@@ -46,7 +46,7 @@ LAYOUTS = ("token-major", "head-major")
 
 
 def default_layout(device: torch.device | str, layout: str | None) -> str:
-    """``layout`` itself, checked; None: what reads faster on the device (docs/design.md)."""
+    """``layout`` itself, checked; None: what reads faster on the device (docs/decisions.md)."""
     if layout is None:
         return "head-major" if torch.device(device).type == "cpu" else "token-major"
     if layout not in LAYOUTS:

@@ -14,7 +14,7 @@ CHAT_CAP = 160
 
 
 def article(seed: int = 0) -> Trace:
-    """Nine requests that give the article's table on 80 slots (docs/design.md)."""
+    """Nine requests that give the article's table on 80 slots (docs/replay.md)."""
     return Trace.from_rows(
         "article",
         "step",

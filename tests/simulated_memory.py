@@ -1,7 +1,7 @@
 """The memories of the slow simulator: one list entry per slot or page, naming its holder.
 
-Written from docs/design.md alone; shares no code with the package and looks at every entry
-whenever it has a question.
+Written from docs/design.md and docs/replay.md alone; shares no code with the package and looks at
+every entry whenever it has a question.
 """
 
 from __future__ import annotations

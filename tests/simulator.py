@@ -1,4 +1,4 @@
-"""A slow, obvious replay written from the step order in docs/design.md; the real one must agree.
+"""A slow, obvious replay written from the step order in docs/replay.md; the real one must agree.
 
 It shares no code with the package. Counts are tokens, one token is one byte.
 """

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -143,6 +144,15 @@ def test_named_tests_exist(name: str) -> None:
     assert [test for test in named if f"def {test}(" not in sources] == []
 
 
+def test_every_dependency_has_a_reason() -> None:
+    """A row in docs/decisions.md, and no row for what is no longer needed."""
+    project = tomllib.loads(text_of("pyproject.toml"))["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    needed = {re.split(r"[^\w-]", package)[0] for group in groups for package in group}
+    told = [row[0] for row in rows("docs/decisions.md", "| package | reason |")]
+    assert sorted(re.sub(r" \(.*?\)", "", ", ".join(told)).split(", ")) == sorted(needed)
+
+
 def test_the_version_stands_in_one_place() -> None:
     """And the changelog has it; everything else asks for it."""
     from kvalloc import __version__
@@ -162,11 +172,16 @@ def test_the_import_example_prints_what_it_says() -> None:
     assert printed.getvalue() == said
 
 
-def test_examples_of_the_design_are_true() -> None:
+PRINTED = {"README.md", "docs/tutorial.md", "docs/transformers.md"}
+"""Their examples print something, which tests of their own compare."""
+
+
+@pytest.mark.parametrize("name", sorted({n for n in NAMES if blocks(n, "python")} - PRINTED))
+def test_examples_are_true(name: str) -> None:
     """One after the other, as they are read."""
     names: dict[str, Any] = {}
-    for example in blocks("docs/design.md", "python"):
-        exec(compile(example, f"docs/design.md: {example[:40]!r}", "exec"), names)
+    for example in blocks(name, "python"):
+        exec(compile(example, f"{name}: {example[:40]!r}", "exec"), names)
 
 
 def rows(name: str, header: str) -> Iterator[list[str]]:
@@ -190,16 +205,16 @@ def test_the_articles_table_is_what_the_command_counts(tmp_path: Path) -> None:
     header = (
         "| backend | rejected | growth failures | refused, yet free | peak reserved | peak waste |"
     )
-    (line,) = [line for line in commands("docs/design.md") if "compare article" in line]
+    (line,) = [line for line in commands("docs/replay.md") if "compare article" in line]
     keys = ("rejected", "growth_failures", "fragmentation_failures", "peak_reserved", "peak_waste")
     counted = [
         [backend["spec"], *(str(backend[key]) for key in keys)]
         for backend in compared(line, tmp_path)["backends"]
     ]
-    assert list(rows("docs/design.md", header)) == counted
+    assert list(rows("docs/replay.md", header)) == counted
 
 
-def test_exact_growth_fails_where_the_design_says() -> None:
+def test_exact_growth_fails_where_the_page_says() -> None:
     """Step, request, its tokens, free, largest run: each could be placed whole elsewhere."""
     trace = article()
     books = ContiguousAllocator(SLOTS, 80, policy="exact")
@@ -217,7 +232,7 @@ def test_exact_growth_fails_where_the_design_says() -> None:
             numbers = (step, seq + 1, lengths[seq], refusal.free, refusal.largest_free)
             failed.append([str(number) for number in numbers])
     header = "| step | request | its tokens | free | largest free run |"
-    assert list(rows("docs/design.md", header)) == failed
+    assert list(rows("docs/replay.md", header)) == failed
 
 
 def test_fields_of_the_json_are_defined(tmp_path: Path) -> None:
