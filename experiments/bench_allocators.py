@@ -4,6 +4,8 @@ The canonical trace: 10,000 requests at once, prompts of 500 to 1,500 tokens, ou
 300, on 8,192 pages of 16 tokens, at most 128 running; a sequence that cannot grow preempts the
 youngest, which starts again. Each backend runs in a process of its own, so that its peak of
 resident memory is its own.
+
+Refuted if the books of pages or of mapped pages took more than 0.30 µs per token-step.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ EXACT = {
         "25 GB/s": "of the step model",
         "2 s": "an objective",
         "50 ms": "an objective",
+        "0.30 µs": "a bound, in what would refute",
         "100 ms": "a setting of serve",
         "3 %": "a bound, in what would refute",
     },
