@@ -14,14 +14,13 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import JsonFile, progress_bar
+from .commands import JsonFile, keep, progress_bar, require_folder
 from .environment import environment
 from .errors import BadInput
-from .output import emit_json, parse_bytes
+from .output import parse_bytes
 from .registry import load_average
-from .row_tables import Column, Columns, size
+from .row_tables import Column, Columns, Row, show, size, terminal_table
 
-Row = dict[str, Any]
 DEFAULT_PAGES = ("4KiB", "64KiB", "2MiB")
 NUM_WARM_UP = 10
 COLUMNS: Columns = (
@@ -138,6 +137,7 @@ def driver_command(
     before; [bold]warm[/bold]: still mapped from a finished sequence; [bold]inside[/bold]: no
     page needed. [bold]ratio[/bold]: over the bare system calls.
     """
+    require_folder(out, json)
     config = Config(tuple(parse_bytes(size) for size in page or DEFAULT_PAGES), rounds)
     with progress_bar("rounds", quiet=json == "-") as progress:
         rows = run(config, progress)
@@ -149,8 +149,5 @@ def driver_command(
         "settings": asdict(config),
         "rows": rows,
     }
-    emit_json(result, json if json is not None else str(out / "bench_driver.json"))
-    if json != "-":
-        from .row_tables import show, terminal_table
-
+    if keep(result, out / "bench_driver.json", json):
         show(terminal_table(COLUMNS, rows, "Host driver"))

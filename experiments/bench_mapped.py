@@ -1,31 +1,25 @@
 """``kvalloc bench mapped``: does dense attention notice that its memory is mapped page by page?
 
-The same stock kernel reads the same numbers with the same strides, through a mapped cache's view,
-from an ordinary tensor, and from a second ordinary tensor, which tells how far apart equals are.
-They take turns, and the order within a turn rotates.
+The same stock kernel reads the same numbers with the same strides, through a mapped cache's view
+and from several ordinary tensors, which also tell how far apart equals are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
-from statistics import median
-from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from statistics import mean, median, quantiles
+from typing import Annotated
 
 import typer
 
-from ..contract import Seq
-from ..geometry import KVGeometry
+from .commands import JsonFile, keep, progress_bar, require_folder
 from .environment import environment
-from .output import emit_json
 from .registry import load_average
-from .row_tables import Column, Columns, show, terminal_table
+from .row_tables import Column, Columns, Row, show, terminal_table
 
-if TYPE_CHECKING:
-    from ..vmm import VmmKVCache
-
-Row = dict[str, Any]
 COLUMNS: Columns = (
     Column("layout", "layout"),
     Column("batch", "batch"),
@@ -33,31 +27,42 @@ COLUMNS: Columns = (
     Column("plain ms", "plain_ms"),
     Column("mapped ms", "mapped_ms"),
     Column("mapped / plain", "ratio"),
-    Column("plain / plain", "control"),
+    Column("lower quartile", "ratio_low"),
+    Column("upper quartile", "ratio_high"),
+    Column("slowest / fastest plain", "spread"),
 )
 
 
 @dataclass(frozen=True)
 class Config:
-    """Shapes (batch, context), turns, and pages of the mapped cache.
+    """Shapes (batch, context), and how often.
 
-    Which physical pages a tensor got decides some per cent of its time, so the turns are divided
-    among ``fresh`` caches and tensors.
+    ``fresh`` rounds make a cache and ``plains`` ordinary tensors anew, in random order, and read
+    each ``turns`` times.
     """
 
     shapes: tuple[tuple[int, int], ...] = ((8, 4_096), (2, 16_384))
     layouts: tuple[str, ...] = ("token-major", "head-major")
-    fresh: int = 7
-    turns: int = 9
+    fresh: int = 12
+    plains: int = 4
+    turns: int = 7
     page_bytes: int = 2 << 20
     kv_heads: int = 8
     head_dim: int = 128
     q_heads: int = 32
+    seed: int = 0
 
 
 CONFIG = Config()
 QUICK = Config(
-    shapes=((2, 64),), fresh=2, turns=2, page_bytes=64 << 10, kv_heads=2, head_dim=16, q_heads=4
+    shapes=((2, 64),),
+    fresh=2,
+    plains=2,
+    turns=2,
+    page_bytes=64 << 10,
+    kv_heads=2,
+    head_dim=16,
+    q_heads=4,
 )
 
 
@@ -66,105 +71,85 @@ def register(bench: typer.Typer) -> None:
     bench.command("mapped")(mapped_command)
 
 
-def run(config: Config) -> list[Row]:
-    """One row per layout and shape."""
-    return [
-        _measure(config, layout, batch, context)
-        for layout in config.layouts
-        for batch, context in config.shapes
-    ]
+def run(
+    config: Config, progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Row]:
+    """One row per layout and shape.
+
+    Returns
+    -------
+    list of dict
+        ``layout, batch, context``; ``plain_ms, mapped_ms``: medians over the rounds;
+        ``ratio``: median over the rounds of mapped over the mean of the ordinary tensors of its
+        round, ``ratio_low`` and ``ratio_high`` its quartiles; ``spread``: median over the rounds
+        of the slowest ordinary tensor over the fastest.
+    """
+    from .mapped_rounds import Shape, rounds
+
+    cases = [(layout, *shape) for layout in config.layouts for shape in config.shapes]
+    rows: list[Row] = []
+    for layout, batch, context in cases:
+        shape = Shape(
+            layout,
+            batch,
+            context,
+            config.page_bytes,
+            config.kv_heads,
+            config.head_dim,
+            config.q_heads,
+        )
+        timed = []
+        for times in islice(rounds(shape, config.plains, config.turns, config.seed), config.fresh):
+            timed.append(times)
+            progress(len(rows) * config.fresh + len(timed), len(cases) * config.fresh)
+        rows.append({"layout": layout, "batch": batch, "context": context, **_summary(timed)})
+    return rows
 
 
-def _measure(config: Config, layout: str, batch: int, context: int) -> Row:
-    from ..vmm import VmmKVCache
-
-    geometry = KVGeometry.uniform(
-        "bench",
-        layers=1,
-        q_heads=config.q_heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        dtype="float32",
-        max_context=context,
+def _summary(timed: list[list[float]]) -> Row:
+    """What the rounds say: mapped seconds first in each, then those of ordinary tensors."""
+    low, ratio, high = quantiles(
+        (mapped / mean(plain) for mapped, *plain in timed), n=4, method="inclusive"
     )
-    buffers = 2 * config.kv_heads if layout == "head-major" else 2
-    per_buffer = -(-context * geometry.bytes_per_token // buffers // config.page_bytes)
-    memory = batch * buffers * per_buffer * config.page_bytes
-    times: list[list[float]] = [[], [], []]
-    for _ in range(config.fresh):
-        with VmmKVCache(geometry, memory, config.page_bytes, layout=layout) as cache:
-            for all_times, new in zip(
-                times, _take_turns(config, cache, batch, context), strict=True
-            ):
-                all_times += new
-    mapped, plain, again = times
     return {
-        "layout": layout,
-        "batch": batch,
-        "context": context,
-        "plain_ms": 1e3 * median(plain),
-        "mapped_ms": 1e3 * median(mapped),
-        "ratio": median(m / p for m, p in zip(mapped, plain, strict=True)),
-        "control": median(a / p for a, p in zip(again, plain, strict=True)),
+        "plain_ms": 1e3 * median(mean(plain) for _, *plain in timed),
+        "mapped_ms": 1e3 * median(mapped for mapped, *_ in timed),
+        "ratio": ratio,
+        "ratio_low": low,
+        "ratio_high": high,
+        "spread": median(max(plain) / min(plain) for _, *plain in timed),
     }
 
 
-def _take_turns(config: Config, cache: VmmKVCache, batch: int, context: int) -> list[list[float]]:
-    """Seconds per call: mapped, plain, and plain again. All views end with this function."""
-    import torch
-
-    from ..contract import DenseView
-    from ..kernels.attention import attend
-
-    seqs: list[Seq] = list(range(batch))
-    for seq in seqs:
-        cache.admit(seq, context)
-        kv = torch.randn(2, context, config.kv_heads, config.head_dim)
-        cache.write(0, [seq], kv[0], kv[1], lens=[context])
-    view = cache.view(0, seqs)
-    num_rows = int(view.starts.max()) + context
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        copy = torch.empty_strided((num_rows, *tensor.shape[1:]), tensor.stride())
-        for start in view.starts.tolist():
-            copy[start : start + context] = tensor[start : start + context]
-        return copy
-
-    views = [view] + [
-        DenseView(copied(view.k), copied(view.v), view.starts, view.lengths) for _ in range(2)
-    ]
-    q = torch.randn(batch, config.q_heads, config.head_dim)
-    assert torch.equal(attend(q, view), attend(q, views[1])), "the two differ"
-    times: list[list[float]] = [[], [], []]
-    for turn in range(config.turns):
-        for n in range(3):
-            which = (turn + n) % 3
-            begin = perf_counter()
-            attend(q, views[which])
-            times[which].append(perf_counter() - begin)
-    return times
-
-
 def mapped_command(
-    out: Annotated[Path | None, typer.Option(help="Folder for bench_mapped.json.")] = None,
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="JSON to a file, or only to -.")
-    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small form, seconds long, to see that it works.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for bench_mapped.json.")] = Path("out"),
+    json: JsonFile = None,
 ) -> None:
-    """Time dense attention over mapped pages beside an ordinary tensor of equal strides."""
-    rows = run(CONFIG)
+    """Time dense attention over mapped pages beside ordinary tensors of equal strides.
+
+    [cyan]kvalloc bench mapped[/cyan] – two shapes in two layouts, some minutes
+
+    [cyan]kvalloc bench mapped --json -[/cyan]
+
+    [bold]mapped / plain[/bold]: over the mean of ordinary tensors made in the same round, median
+    and quartiles of the rounds; [bold]slowest / fastest plain[/bold]: how far apart ordinary
+    tensors are that differ in nothing but their physical pages.
+    """
+    require_folder(out, json)
+    config = QUICK if quick else CONFIG
+    with progress_bar("rounds", quiet=json == "-") as progress:
+        rows = run(config, progress)
     result = {
         "schema": 1,
         "experiment": "bench_mapped",
         "environment": environment(),
         "load_average": load_average(),
-        "settings": asdict(CONFIG),
+        "settings": asdict(config),
         "rows": rows,
     }
-    if out is not None:
-        emit_json(result, str(out / "bench_mapped.json"))
-    if json is not None:
-        emit_json(result, json)
-    if json != "-":
-        title = "Dense attention over mapped pages, beside an ordinary tensor"
+    if keep(result, out / "bench_mapped.json", json):
+        title = "Dense attention over mapped pages, beside ordinary tensors"
         show(terminal_table(COLUMNS, rows, title))
