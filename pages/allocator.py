@@ -149,13 +149,13 @@ class PageAllocator(PageMoves):
         lengths = self._length[rows] + (ONE if tokens == 1 else tokens)
         crossing = (lengths > self._covered[rows]).nonzero()[0]
         if crossing.size:
-            if self.limit is not None:
-                longest = max(lengths[crossing].tolist())
+            goals = lengths[crossing].tolist()
+            if self.limit is not None and (longest := max(goals)) > self.limit:
                 check_fits(longest, longest, self.limit)
             try:
-                if self._spares_prefixes(rows[crossing], tokens):
+                if self._spares_prefixes(rows[crossing], goals):
                     return self._grow_in_order(seqs, rows, tokens, crossing, stop_at_refusal)
-                self._place_more(rows[crossing], tokens)
+                self._place_more(rows[crossing], goals, tokens)
             except OutOfMemory:
                 return self._grow_in_order(seqs, rows, tokens, crossing, stop_at_refusal)
         self._version += 1
@@ -166,12 +166,12 @@ class PageAllocator(PageMoves):
                 self._leave_behind(row, tokens)
         return {}
 
-    def _spares_prefixes(self, rows: Rows, tokens: int) -> bool:
+    def _spares_prefixes(self, rows: Rows, goals: list[int]) -> bool:
         """Whether a page that a window lets go of, on the way, may save a prefix from eviction."""
         if not self._windowed or len(rows) == 1 or not self.prefix_index.num_cached:
             return False
-        goals = (self._lacking(row, self._length.item(row) + tokens) for row in rows.tolist())
-        return sum(needed for _, _, needed in goals) > self.pool.num_free
+        lacking = map(self._lacking, rows.tolist(), goals)
+        return sum(needed for _, _, needed in lacking) > self.pool.num_free
 
     def _grow_in_order(
         self, seqs: Sequence[Seq], rows: Rows, tokens: int, crossing: Rows, stop: bool

@@ -39,17 +39,22 @@ class PagePlacing(PageBooks):
             ends.append(end)
         return begins, ends, num
 
-    def _place_more(self, rows: Rows, tokens: int) -> None:
-        """Put pages for ``tokens`` more tokens under rows that lack them: under all, or none."""
-        if self._place_next(rows, tokens):
+    def _place_more(self, rows: Rows, goals: list[int], tokens: int) -> None:
+        """Put pages under rows that lack them to reach their goals: under all of them, or none.
+
+        Parameters
+        ----------
+        goals
+            Tokens of each row after this, ``tokens`` more than before.
+        """
+        if not self.attaches and self._place_next(rows, tokens):
             return
-        goals = [(row, self._length.item(row) + tokens) for row in rows.tolist()]
         if len(goals) == 1:
-            return self._place(*goals[0])
-        self._require_free(sum(self._lacking(row, goal)[2] for row, goal in goals))
+            return self._place(rows.item(), goals[0])
+        self._require_free(sum(needed for *_, needed in map(self._lacking, rows.tolist(), goals)))
         placed: list[tuple[int, list[int]]] = []
         try:
-            for row, goal in goals:
+            for row, goal in zip(rows.tolist(), goals, strict=True):
                 begins = [held.item(row) for held in self._held]
                 self._place(row, goal)
                 placed.append((row, begins))
@@ -62,10 +67,11 @@ class PagePlacing(PageBooks):
     def _place_next(self, rows: Rows, tokens: int) -> bool:
         """One more page per buffer for each row, warm or fresh: the common step of a batch.
 
-        False if it is not that, or a driver has a say; nothing was changed then.
+        Where pages take no work to be put in place. False if the step is another; nothing was
+        changed then.
         """
         page_tokens, pool = self._whole_tokens, self.pool
-        if page_tokens is None or tokens > page_tokens or self.attaches:
+        if page_tokens is None or tokens > page_tokens:
             return False
         num = len(rows) * self.num_columns
         self._require_free(num)

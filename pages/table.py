@@ -43,7 +43,8 @@ class PageTable:
 
     def fill(self, row: int, columns: slice, begin: int, end: int, pages: PageIds) -> None:
         """Write the entries that ``of_row`` reads."""
-        self._widen(end)
+        if end > self.pages.shape[2]:
+            self._widen(end)
         self.clock += 1
         self.stamp[row] = self.clock
         self.pages[row, columns, begin:end] = pages.reshape(-1, end - begin)
@@ -54,13 +55,13 @@ class PageTable:
 
     def fill_rows(self, rows: Rows, ns: Ints, pages: PageIds) -> None:
         """Write the entries that ``of_rows`` reads."""
-        self._widen(max(ns.tolist()) + 1)
+        if (end := max(ns.tolist()) + 1) > self.pages.shape[2]:
+            self._widen(end)
         self.clock += 1
         self.stamp[rows] = self.clock
         self.pages.transpose(0, 2, 1)[rows, ns] = pages.reshape(len(rows), -1)
 
     def _widen(self, width: int) -> None:
         rows, columns, old = self.pages.shape
-        if width > old:
-            more = np.zeros((rows, columns, max(width, 2 * old) - old), np.int32)
-            self.pages = np.concatenate([self.pages, more], axis=2)
+        more = np.zeros((rows, columns, max(width, 2 * old) - old), np.int32)
+        self.pages = np.concatenate([self.pages, more], axis=2)

@@ -139,9 +139,8 @@ class HostDriver:
             self._check_open("map")
             area = self._space.find("map", address, num_bytes)
             page = self._book.check_map(address, num_bytes, handle)
-            if system.budget.is_spent():
+            if not system.budget.try_spend():
                 raise system.out_of_mappings("map")
-            system.budget.spend()
             flags = system.MAP_SHARED | system.MAP_FIXED
             result = self._libc.mmap(
                 address, num_bytes, system.PROT_NONE, flags, self._file.fd, page.offset

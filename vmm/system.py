@@ -129,13 +129,17 @@ class MappingBudget:
         """A call that may split mappings: one makes three at the most."""
         self._credit -= 1
 
-    def is_spent(self) -> bool:
-        """The limit is near: nothing more should be mapped."""
-        if self._credit > 0:
+    def try_spend(self) -> bool:
+        """Spend, or return False: the limit is near, and nothing more should be mapped."""
+        if self._credit <= 0 and not self._recount():
             return False
+        self._credit -= 1
+        return True
+
+    def _recount(self) -> bool:
         room = max_mappings() - self.headroom - num_mappings()
         self._credit = max(self.stride, room // 2) if room > 0 else 0
-        return room <= 0
+        return room > 0
 
 
 budget = MappingBudget()
