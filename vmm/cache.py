@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
@@ -10,10 +9,8 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from ..contract import DenseView, KVCache, OutOfMemory, Seq
+from ..contract import DenseView, KVCache, Seq
 from ..geometry import KVGeometry
-from ..pages.pool import PageIds
-from ..pages.table import RowPages
 from ..sequences import at_least_one, count
 from ..tensors import (
     BatchMemo,
@@ -26,19 +23,17 @@ from ..tensors import (
     seal,
     torch_dtype,
 )
+from .backed import BackedVmmAllocator
 from .devices import make_driver
 from .driver import Driver, DriverError, Guard, check_guard
 from .guard import GUARD_TOKENS, lays_zeros
-from .locked import LockedVmmAllocator
 from .mapper import Mapper
 from .physical import PhysicalPool
 from .rows import plan_rows
 from .space import RowSpace, most_rows
 
-log = logging.getLogger(__name__)
 
-
-class VmmKVCache(LockedVmmAllocator, KVCache):
+class VmmKVCache(BackedVmmAllocator, KVCache):
     """Sequences at consecutive addresses; physical pages are mapped under them as they grow.
 
     What is not told here is as for ``VmmAllocator``.
@@ -76,8 +71,6 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
     mapper : Mapper | None
         The thread that maps ahead.
     """
-
-    attaches = True
 
     def __init__(
         self,
@@ -203,63 +196,7 @@ class VmmKVCache(LockedVmmAllocator, KVCache):
         starts = on_device(rows.astype(np.int64) * row_tokens + first, self.device)
         return starts, on_device((self._length[rows] - first).astype(np.int32), self.device)
 
-    # ------------------------------------------------------------------ pages
-
-    def _choose_row(self, tokens: int, max_new: int = 0) -> int:
-        row = super()._choose_row(tokens, max_new)
-        if row >= self.max_rows:
-            raise OutOfMemory(1, 0, 0, unit="rows")
-        return row
-
-    def _attach(self, row: int, g: int, begin: int, end: int) -> None:
-        """Map the pages of the table, one access grant per column; all or nothing."""
-        if self._space.is_guarded(row, g, begin, end):
-            self.physical.driver.wait(self.physical.driver.fence())
-        self._space.map(row, g, begin, self._pages_of(row, g, begin, end))
-
-    def _detach(self, row: int, g: int, begin: int, end: int) -> None:
-        """Unmap pages, once queued work that may read them has completed; all or nothing."""
-        self.physical.driver.wait(self.physical.driver.fence())
-        self._space.unmap(row, g, begin, self._pages_of(row, g, begin, end))
-
-    def _pages_of(self, row: int, g: int, begin: int, end: int) -> RowPages:
-        return self._table.view_of_row(row, self._columns[g], begin, end)
-
-    def _leave_behind(self, row: int, tokens: int) -> None:
-        try:
-            super()._leave_behind(row, tokens)
-        except DriverError as error:
-            # The tokens are in place. The pages go at the next crossing, or with the sequence.
-            log.warning("pages outside a sliding window stay mapped for now: %s", error)
-
-    # ------------------------------------------------------------------ contents of pages
-
-    def _read(self, row: int, g: int, begin: int, end: int) -> list[torch.Tensor]:
-        return [spot.cpu().clone() for spot in self._space.spots(row, g, begin, end)]
-
-    def _write_back(
-        self, row: int, g: int, begin: int, end: int, contents: list[torch.Tensor]
-    ) -> None:
-        for spot, saved in zip(self._space.spots(row, g, begin, end), contents, strict=True):
-            spot.copy_(saved)
-
-    def _scrub(self, pages: PageIds) -> None:
-        if self.scrub:  # mapped nowhere: they are zeroed where they are seen next
-            self.physical.unclean[pages] = True
-
-    def _scrub_warm(self, row: int, g: int, begin: int, end: int) -> None:
-        if self.scrub:
-            for spot in self._space.spots(row, g, begin, end):
-                spot.zero_()
-
-    # ------------------------------------------------------------------ giving back
-
-    def reclaim(self) -> int:
-        """Unmap all warm pages, empty the prefix index, return free memory to the system."""
-        with self.pool.lock:  # the mapper must not take a page whose memory is going
-            num = super().reclaim()
-            self.physical.trim()
-        return num
+    # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
         """Unmap, release and free everything. After an error, closing again goes on from there.
