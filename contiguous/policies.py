@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..sequences import count
-from .placement import next_power_of_two
+from .buddy import next_power_of_two
 
 POLICIES = ("max", "limit", "pow2", "oracle", "exact")
 """The names; ``max`` is what the article calls maximum reservation. Orca (2022), as the

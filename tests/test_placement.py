@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvalloc.contiguous.placement import PLACEMENTS, BestFit, Buddy, FirstFit, next_power_of_two
+from kvalloc.contiguous.buddy import Buddy, next_power_of_two
+from kvalloc.contiguous.placement import PLACEMENTS, BestFit, FirstFit
 from kvalloc.tests.arena_bitmap import Bitmap
 
 CAPACITIES = st.integers(1, 80)
