@@ -19,7 +19,7 @@ from typing import Any
 
 from ..contract import Allocator, NeverFits, OutOfMemory, Prefix
 from ..sequences import Ints
-from .scheduling import Counts, OnFailure, OnFull, Placed, Prefill
+from .scheduling import Counts, Endings, OnFailure, OnFull, Placed, Prefill
 
 
 class Scheduler:
@@ -67,14 +67,10 @@ class Scheduler:
         """First refusals of this step: request and reason."""
         self._prompt, self._output, self._max_new = prompt, output, max_new
         self._on_full, self._on_failure = on_full, on_failure
-        self._max_running = max_running
-        self._prefix = prefix
-        self._prefill = prefill
+        self._max_running, self._prefix, self._prefill = max_running, prefix, prefill
         self._placed: list[Placed] = []  # in this step
         self._windowed = any(shape.window for shape in allocator.geometry.layers)
-        self._now = 0  # times that all active sequences have grown
-        self._end: dict[int, int] = {}  # of active requests: when the last token is produced
-        self._ending: dict[int, list[int]] = {}  # the same, by that time
+        self._endings = Endings()  # of active requests
         self._produced: dict[int, int] = {}  # of preempted requests
         self._swapped: set[int] = set()  # preempted requests in host memory
         self._refused: set[int] = set()  # refused before in this stay in the queue
@@ -89,11 +85,8 @@ class Scheduler:
                 break
             self.waiting.popleft()
         for request in arrivals:
-            if not self._has_room(joined):
-                self.waiting.append(request)
-            elif self._on_full == "reject":
-                self._admit(request, joined)
-            elif self.waiting or not self._admit(request, joined):
+            blocked = self._on_full == "queue" and len(self.waiting) > 0
+            if blocked or not self._has_room(joined) or not self._admit(request, joined):
                 self.waiting.append(request)
         if self._prefill is not None:
             placed, self._placed = self._placed, []
@@ -101,10 +94,9 @@ class Scheduler:
         if joined:
             self.active += joined
             for request in joined:
-                end = self._end[request] = self._now + self._remaining(request)
-                self._ending.setdefault(end, []).append(request)
+                self._endings.enter(request, self._remaining(request))
             self._retire(len(self.active))  # those without any output
-        self._now += 1
+        self._endings.tick()
         self._grow_all()
 
     # ------------------------------------------------------------------ admission
@@ -114,9 +106,9 @@ class Scheduler:
 
     def _worth_trying(self) -> bool:
         """Nothing was freed since the head of the queue was refused: it would be again."""
-        if self._stuck_at is None:
-            return True
-        return self._windowed and self.allocator.usage().free > self._stuck_at
+        return self._stuck_at is None or (
+            self._windowed and self.allocator.usage().free > self._stuck_at
+        )
 
     def _admit(self, request: int, joined: list[int]) -> bool:
         """True if the request is dealt with: placed, lost, or told that it never fits."""
@@ -125,8 +117,11 @@ class Scheduler:
         tokens = self._prompt.item(request) + produced
         queued = self._on_full == "queue" or request in self._produced
         headroom = int(queued and self._on_failure != "drop" and remaining > 0)
+        limit = self.allocator.limit
+        if limit is not None and tokens + remaining > limit:
+            self._lose(request)
+            return True
         try:
-            self._check_limit(tokens + remaining)
             self.counts.allocations += 1
             if request in self._swapped:
                 self.allocator.restore(request, headroom=headroom)
@@ -172,11 +167,6 @@ class Scheduler:
             self.counts.allocations += 1
             self.allocator.release(request)
 
-    def _check_limit(self, tokens: int) -> None:
-        limit = self.allocator.limit
-        if limit is not None and tokens > limit:
-            raise NeverFits(f"{tokens} tokens are beyond the model's limit of {limit}")
-
     def _refuse(self, request: int, refusal: OutOfMemory) -> bool:
         if request not in self._refused:
             self.counts.fragmentation_failures += refusal.fragmented
@@ -211,7 +201,7 @@ class Scheduler:
 
     def _retire(self, end: int) -> int:
         """Release those of the first ``end`` that have produced everything; returns how many."""
-        ending = self._ending.get(self._now)
+        ending = self._endings.due()
         if not ending:
             return 0
         places = sorted([(self.active.index(request), request) for request in ending], reverse=True)
@@ -219,19 +209,12 @@ class Scheduler:
         for i, request in finished:
             self.allocator.release(request)
             del self.active[i]
-            self._forget(request)
+            self._endings.leave(request)
         self.counts.allocations += len(finished)
         self.counts.completed += len(finished)
         if finished:
             self._stuck_at = None
         return len(finished)
-
-    def _forget(self, request: int) -> None:
-        """An active request ends or is preempted."""
-        end = self._end.pop(request)
-        self._ending[end].remove(request)
-        if not self._ending[end]:
-            del self._ending[end]
 
     def _fail(self, i: int, refusal: OutOfMemory) -> int:
         """Deal with the refused growth of the i-th; returns where to go on."""
@@ -239,16 +222,15 @@ class Scheduler:
         self.counts.fragmentation_failures += refusal.fragmented
         request = self.active[i]
         self.refusals.append((request, refusal))
-        hopeless = not self._windowed and (
-            self.allocator.length(request) + 1 > self.allocator.capacity
-        )
+        length, capacity = self.allocator.length(request), self.allocator.capacity
+        hopeless = not self._windowed and length + 1 > capacity
         if hopeless or self._on_failure == "drop":
             self._leave(i)
             self.counts.never_fit += hopeless and self._on_failure != "drop"
             return i
         victim = i if refusal.fragmented or refusal.blocked else len(self.active) - 1
         preempted = self.active[victim]
-        left = self._end[preempted] - self._now + 1  # it has not grown in this step
+        left = self._endings.left(preempted) + 1  # it has not grown in this step
         self._produced[preempted] = int(self._output[preempted]) - left
         self._leave(victim, swap=self._on_failure == "swap")
         self.waiting.appendleft(preempted)
@@ -263,5 +245,5 @@ class Scheduler:
         else:
             self.allocator.release(request)
         self.counts.allocations += 1
-        self._forget(request)
+        self._endings.leave(request)
         self._stuck_at = None

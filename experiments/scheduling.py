@@ -1,8 +1,8 @@
-"""The words of a scheduler: what it may choose, what it places, what it counts."""
+"""The words of a scheduler: what it may choose, places and counts, and when requests end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -51,3 +51,36 @@ class Counts:
     recomputed_tokens: int = 0
     swapped_tokens: int = 0
     allocations: int = 0
+
+
+class Endings:
+    """When each active request produces its last token; time is counted in growths of the batch."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._end: dict[int, int] = {}
+        self._ending: dict[int, list[int]] = {}  # the same, by time
+
+    def enter(self, request: int, remaining: int) -> None:
+        """A request becomes active that has so many tokens to produce."""
+        end = self._end[request] = self._now + remaining
+        self._ending.setdefault(end, []).append(request)
+
+    def leave(self, request: int) -> None:
+        """A request ends or is preempted."""
+        end = self._end.pop(request)
+        self._ending[end].remove(request)
+        if not self._ending[end]:
+            del self._ending[end]
+
+    def tick(self) -> None:
+        """All active requests grow once more."""
+        self._now += 1
+
+    def due(self) -> Sequence[int]:
+        """Those that have produced everything once they have grown now."""
+        return self._ending.get(self._now, ())
+
+    def left(self, request: int) -> int:
+        """Tokens that a request has to produce after this growth."""
+        return self._end[request] - self._now
