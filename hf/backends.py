@@ -9,12 +9,10 @@ import torch
 from ..contiguous import ContiguousKVCache
 from ..contract import DenseView, PagedView
 from ..geometry import KVGeometry
-from ..paged import PagedKVCache
 from ..pages.exchange import exchange
-from ..pages.moves import PageMoves
 from ..tensors import default_layout
-from ..vmm import VmmKVCache
 from ..vmm.buffers import buffers_of
+from .rewindable import Rewindable, RewindablePaged, RewindableVmm
 from .rows import Rows
 
 HOST_PAGE_BYTES = 64 << 10
@@ -25,39 +23,12 @@ MOST_MAPPINGS = 1 << 15
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class _Rewindable(PageMoves):
-    """Keeps the pages behind a sliding window for as long as a crop may go back to them.
-
-    Attributes
-    ----------
-    floor : int | None
-        What the tokens from this one on can see stays; None: what the newest ones can see.
-    """
-
-    floor: int | None = None
-
-    def _leave_behind(self, row: int, tokens: int) -> None:
-        if self.floor is not None:
-            tokens = max(tokens, int(self._length[row]) - self.floor)
-        super()._leave_behind(row, tokens)
-
-
-class _VmmKVCache(_Rewindable, VmmKVCache):
-    def num_room(self, seqs: Sequence[int]) -> int:
-        """Tokens that the pages of each sequence can take."""
-        return int(self._covered[self._seqs.rows(seqs)].min())
-
-
-class _PagedKVCache(_Rewindable, PagedKVCache):
-    pass
-
-
 class PageRows(Rows):
     """Rows over pages: beams share them, and a window's pages can be kept for a crop."""
 
     @property
-    def _pages(self) -> _Rewindable:
-        assert isinstance(self._kv, _Rewindable)
+    def _pages(self) -> Rewindable:
+        assert isinstance(self._kv, Rewindable)
         return self._kv
 
     def record(self, length: int | None) -> None:
@@ -139,19 +110,19 @@ class VmmRows(PageRows, DenseRows):
         self.page_bytes = page_bytes
         self.layout = layout
 
-    def _build(self, num_rows: int, k: torch.Tensor) -> _VmmKVCache:
+    def _build(self, num_rows: int, k: torch.Tensor) -> RewindableVmm:
         geometry = self.geometry(k)
         layout = self.layout or default_layout(k.device, None)
         page_bytes = self.page_bytes or _default_page(geometry, layout, num_rows, k.device)
         memory_bytes = self.memory_bytes
         if memory_bytes is None:
             memory_bytes = num_rows * page_bytes * _pages_of_row(geometry, layout, page_bytes)
-        kv = _VmmKVCache(geometry, memory_bytes, page_bytes, layout=layout, device=k.device)
+        kv = RewindableVmm(geometry, memory_bytes, page_bytes, layout=layout, device=k.device)
         kv.floor = self.recorded
         return kv
 
     def _num_room(self) -> int:
-        assert isinstance(self._kv, _VmmKVCache)
+        assert isinstance(self._kv, RewindableVmm)
         return self._kv.num_room(range(self.num_rows))
 
 
@@ -211,12 +182,12 @@ class PagedRows(PageRows):
         super().__init__(windows, max_length, memory_bytes)
         self.page_size = page_size
 
-    def _build(self, num_rows: int, k: torch.Tensor) -> _PagedKVCache:
+    def _build(self, num_rows: int, k: torch.Tensor) -> RewindablePaged:
         geometry, size = self.geometry(k), self.page_size
         memory_bytes = self.memory_bytes
         if memory_bytes is None:
             memory_bytes = num_rows * -(-self.max_length // size) * size * geometry.bytes_per_token
-        kv = _PagedKVCache(geometry, memory_bytes, size, device=k.device)
+        kv = RewindablePaged(geometry, memory_bytes, size, device=k.device)
         kv.floor = self.recorded
         return kv
 

@@ -63,11 +63,23 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row ``repeats`` times, its copies beside it."""
+        """Repeat every row ``repeats`` times, its copies beside it.
+
+        Raises
+        ------
+        OutOfMemory
+            No room for more rows; nothing was changed.
+        """
         self._select([row for row in range(self._rows.num_rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the rows that ``indices`` (or a boolean mask) names, in that order."""
+        """Keep the rows that ``indices`` (or a boolean mask) names, in that order.
+
+        Raises
+        ------
+        OutOfMemory
+            They are more than there were, and there is no room; nothing was changed.
+        """
         self._select(torch.arange(self._rows.num_rows)[torch.as_tensor(indices).cpu()].tolist())
 
     def usage(self) -> Usage:

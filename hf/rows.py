@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from ..contract import KVCache, NeverFits, OutOfMemory
 from ..geometry import KVGeometry, LayerShape, canonical_dtype
-from ..kernels.attention import DTYPES
 from ..sequences import count
+from .refusals import advice, check
 
 
 class Rows(ABC):
@@ -86,7 +85,7 @@ class Rows(ABC):
                 f"{end} tokens are beyond the cache's max_length of {self.max_length}: "
                 "make it with a larger one"
             )
-        with _advice():
+        with advice():
             if self.num_rows == 0:
                 check(k, v)
                 self._open(len(k), end, k)
@@ -156,6 +155,9 @@ class Rows(ABC):
         ------
         ValueError
             A sliding window has let go of what the next token would see; nothing was changed.
+        OutOfMemory
+            Rows over pages: the cut goes through pages that rows share, and there are none for
+            copies; nothing was changed.
         """
         if length < self._booked:
             for seq in self.seqs:
@@ -181,7 +183,7 @@ class Rows(ABC):
             raise ValueError(f"a batch of {before} cannot become its rows {list(sources)}")
         self.settle(length)
         more = range(before, len(sources))
-        with _advice():
+        with advice():
             self._add(more, sources)
         try:
             self._rearrange(list(sources[:before]), length)
@@ -235,37 +237,3 @@ class Rows(ABC):
     @abstractmethod
     def _rearrange(self, sources: list[int], length: int) -> None:
         """Let the first rows have what their sources have: all at once."""
-
-
-@contextmanager
-def _advice() -> Iterator[None]:
-    try:
-        yield
-    except OutOfMemory as refusal:
-        refusal.add_note(
-            "The cache is full: make it with more memory_bytes; by default it has what the first "
-            "batch needs."
-        )
-        raise
-
-
-def check(k: torch.Tensor, v: torch.Tensor) -> None:
-    """Refuse what no kernel here could read back.
-
-    Raises
-    ------
-    TypeError
-        Elements of another type than float32, bfloat16, float16.
-    ValueError
-        K and V of different shapes.
-    """
-    if k.dtype not in DTYPES or v.dtype != k.dtype:
-        raise TypeError(
-            f"the cache stores float32, bfloat16 and float16 alike for K and V, not {k.dtype} "
-            f"and {v.dtype}: for quantised keys use transformers' QuantizedCache"
-        )
-    if k.shape != v.shape:
-        raise ValueError(
-            f"K and V must have one shape, not {list(k.shape)} and {list(v.shape)}: models that "
-            "store them differently need transformers' DynamicCache"
-        )
