@@ -13,10 +13,10 @@ import torch
 
 from ..geometry import ITEMSIZE
 from .attention_points import TOLERANCE, Candidate, Point, error
-from .row_tables import Row
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # gpu-check comes here where the libraries of the command line are missing
     from .bench_attention import Config
+    from .row_tables import Row
 
 DENSE = ("dense-sdpa", "dense-fa2")
 
