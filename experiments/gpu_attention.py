@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contract import DenseView
 from ..geometry import KVGeometry
-from .gpu_flash import flash, flash_arguments
+from .gpu_flash import decode_arguments, flash_decode
 from .gpu_stage import Report, Target, require
 
 if TYPE_CHECKING:
@@ -101,14 +101,14 @@ def _milliseconds(target: Target, q: torch.Tensor, view: DenseView, context: int
         begin = time.perf_counter()
         attend(q, view)
         return (time.perf_counter() - begin) * 1e3
-    arguments = flash_arguments(view)
+    arguments = decode_arguments(view)
     start, stop = (
         torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         for _ in range(2)
     )
     start.record()
     for _ in range(CALLS):
-        flash(q, view, *arguments, context)
+        flash_decode(q, view, *arguments, context)
     stop.record()
     stop.synchronize()
     return float(start.elapsed_time(stop)) / CALLS

@@ -152,39 +152,17 @@ def _arena(report: Report, target: Target) -> None:
                 compare(report, f"arena {layout}", cache, order)
 
 
-def flash(
+def flash_decode(
     q: torch.Tensor, view: DenseView, starts: torch.Tensor, rows: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """Decode by the stock kernel with all arguments on the device, so that nothing waits for it.
+    """One query per sequence through ``kernels.dense.flash``, at once: nothing is read back."""
+    from ..kernels.dense import flash
 
-    Parameters
-    ----------
-    starts, rows
-        int32 ``[S + 1]``: ``view.starts`` and the buffer's length; ``0 … S``.
-    longest
-        At least every length.
-    """
-    import torch
-
-    result: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        q,
-        view.k,
-        view.v,
-        rows,
-        starts,
-        1,
-        longest,
-        0.0,
-        True,
-        False,
-        scale=q.shape[-1] ** -0.5,
-        seqused_k=view.lengths,
-    )[0]
-    return result
+    return flash(q, view, starts, rows, 1, longest, scale=q.shape[-1] ** -0.5)
 
 
-def flash_arguments(view: DenseView) -> tuple[torch.Tensor, torch.Tensor]:
-    """``starts`` and ``rows`` of ``flash``."""
+def decode_arguments(view: DenseView) -> tuple[torch.Tensor, torch.Tensor]:
+    """``starts`` and ``rows`` of ``flash_decode``."""
     import torch
 
     starts = torch.empty(len(view.starts) + 1, dtype=torch.int32, device=view.k.device)
@@ -206,17 +184,17 @@ def _graph(report: Report, driver: Any, target: Target) -> None:
         view = cache.view(0, seqs)
         lengths = view.lengths.clone()
         fixed = DenseView(view.k, view.v, view.starts.clone(), lengths)
-        starts, rows = flash_arguments(fixed)
+        starts, rows = decode_arguments(fixed)
         q = _random(cache, len(seqs), Q_HEADS, 128)
         longest = cache.geometry.max_context or 0
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            flash(q, fixed, starts, rows, longest)
+            flash_decode(q, fixed, starts, rows, longest)
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = flash(q, fixed, starts, rows, longest)
+            out = flash_decode(q, fixed, starts, rows, longest)
         for step in range(4):
             lengths.copy_(cache.view(0, seqs).lengths)
             graph.replay()

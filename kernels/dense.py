@@ -86,26 +86,56 @@ def _attend_one_sequence(
 def _flash_attention(
     q: torch.Tensor, view: DenseView, q_lens: list[int], scale: float, window: int | None
 ) -> torch.Tensor:
-    """FlashAttention-2 as bundled with torch 2.11 … 2.14. Written by source, not yet run on a GPU.
-
-    The starts of the sequences in the big buffer go in as ``cum_seq_k`` and their lengths as
-    ``seqused_k``: then only the starts matter, so one call serves the arena and the mapped
-    range, and no row past a length is touched. The longest length decides how the context is
-    split; if ``view.lengths`` is on the device, reading it waits for the device.
-    """
+    """Make the arguments of ``flash``; if ``view.lengths`` is on the device, this waits for it."""
     _check_flash_limits(q, view)
     longest = int(view.lengths.max())
     starts = torch.empty(len(q_lens) + 1, dtype=torch.int32, device=q.device)
     starts[:-1] = view.starts
     starts[-1] = view.k.shape[0]
     rows = torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lengths = view.lengths.to(q.device, non_blocking=True)
+    view = DenseView(view.k, view.v, view.starts, lengths)
+    rows = rows.to(q.device, non_blocking=True)
+    return flash(q, view, starts, rows, max(q_lens), longest, scale=scale, window=window)
+
+
+def flash(
+    q: torch.Tensor,
+    view: DenseView,
+    starts: torch.Tensor,
+    rows: torch.Tensor,
+    most_queries: int,
+    longest: int,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """FlashAttention-2 as bundled with torch 2.11 … 2.14. Written by source, not yet run on a GPU.
+
+    The starts of the sequences in the big buffer go in as ``cum_seq_k`` and their lengths as
+    ``seqused_k``: then only the starts matter, so one call serves the arena and the mapped
+    range, and no row past a length is touched. All tensors are on the device, so nothing waits
+    for it, and a CUDA graph can record the call.
+
+    Parameters
+    ----------
+    q
+        ``[sum of queries, H_q, D]``.
+    starts, rows
+        int32 ``[S + 1]``: ``view.starts`` and the buffer's length; where each sequence's queries
+        begin in ``q``, and their number.
+    most_queries
+        At least the queries of every sequence.
+    longest
+        At least every length: decides how the context is split.
+    """
     return torch.ops.aten._flash_attention_forward(  # type: ignore[no-any-return]
         q,
         view.k,
         view.v,
-        rows.to(q.device, non_blocking=True),
+        rows,
         starts,
-        max(q_lens),
+        most_queries,
         longest,
         0.0,
         True,
@@ -113,7 +143,7 @@ def _flash_attention(
         scale=scale,
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
-        seqused_k=view.lengths.to(q.device, non_blocking=True),
+        seqused_k=view.lengths,
     )[0]
 
 
