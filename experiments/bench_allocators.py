@@ -26,7 +26,7 @@ from .commands import JsonFile, keep, progress_bar, require_folder
 from .errors import BadInput
 from .registry import bench_result
 from .row_tables import Column, Columns, Row
-from .scheduler import Scheduler
+from .saturated import drain
 from .scheduling import Counts
 
 PAGE_TOKENS = 16
@@ -119,15 +119,12 @@ def replay_canonical(spec: str, requests: int) -> tuple[float, Counts]:
     geometry, memory = token_geometry(NUM_SLOTS)
     allocator = parse_spec(spec, slots=True).allocator(geometry, memory)
     start = perf_counter()
-    scheduler = Scheduler(
-        allocator, trace.prompt, trace.output, trace.max_new, max_running=MAX_RUNNING
-    )
-    scheduler.step(range(requests))
-    while scheduler.active or scheduler.waiting:
-        scheduler.step(range(0))
+    counts = Counts()
+    for scheduler in drain(trace, allocator, max_running=MAX_RUNNING):
+        counts = scheduler.counts
     took = perf_counter() - start
-    assert scheduler.counts.completed == requests, "the trace did not drain"
-    return took, scheduler.counts
+    assert counts.completed == requests, "the trace did not drain"
+    return took, counts
 
 
 def peak_rss_mib() -> float | None:
