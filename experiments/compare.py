@@ -176,7 +176,7 @@ def _run(
     report: Report,
 ) -> tuple[Result, Clock | None, dict[str, Any]]:
     from ..telemetry import Measured
-    from .engine import Engine as MadeUpEngine
+    from .made_up_engine import MadeUpEngine
 
     clock = Clock()
     cache = spec.cache(

@@ -16,7 +16,7 @@ from .scheduling import Placed
 LARGEST = sys.float_info.max
 
 
-class Engine:
+class MadeUpEngine:
     """Writes and attends what a replay places; optionally checks every output.
 
     Parameters

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvalloc.contract import DenseView, KVCache
-from kvalloc.experiments.engine import Engine
 from kvalloc.experiments.made_up import KEEP_BYTES, Expected, Values, float64_attention
+from kvalloc.experiments.made_up_engine import MadeUpEngine
 from kvalloc.experiments.scheduling import Placed
 from kvalloc.experiments.specs import parse_spec
 from kvalloc.kernels.reference import reference_attention
@@ -24,7 +24,7 @@ def test_a_wrong_page_shows_in_the_verification() -> None:
         cache: KVCache = parse_spec("paged:4", slots=False).cache(tiny, 1 << 20, device="cpu")
         with cache:
             values = Values(tiny)
-            engine = Engine(cache, Clock(), values=values, expected=Expected(values))
+            engine = MadeUpEngine(cache, Clock(), values=values, expected=Expected(values))
             cache.admit(0, 9)
             engine.prefill([Placed(0, 9, 0)])
             assert engine.max_abs_error is not None and engine.max_abs_error < 1e-5
@@ -74,7 +74,7 @@ def test_a_tokens_time_includes_the_growth_of_its_own_step() -> None:
     """And nothing of the steps before: growth of other steps is told apart."""
     tiny, clock = geometry("tiny"), Clock()
     with parse_spec("paged:4", slots=False).cache(tiny, 1 << 20, device="cpu") as cache:
-        engine = Engine(cache, clock, values=Values(tiny))
+        engine = MadeUpEngine(cache, clock, values=Values(tiny))
         cache.admit(0, 3)
         engine.prefill([Placed(0, 3, 0)])
         for grown in (10**18, 10**15, 10**15):
