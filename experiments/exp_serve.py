@@ -169,8 +169,9 @@ def serve(
     return Served(engine, result, clock, seconds, config.model.bytes_per_token)
 
 
-COLORS = {"allocate": "#c9821f", "write": "#86a03a", "attend": "#5d9fc4", "model": "#4b3f72",
-          "rest": "#c8c8c8"}  # fmt: skip
+# Far enough apart in lightness to be told in a grey print.
+COLORS = {"allocate": "#9a4a0f", "write": "#b9cc6a", "attend": "#5793b8", "model": "#2f2750",
+          "rest": "#e4e4e4"}  # fmt: skip
 
 
 def plot(rows: list[Row], out: Path) -> list[Path]:
@@ -206,7 +207,10 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
             width = np.array(
                 [r[f"{part}_share"] * r["seconds"] / r["forwards"] * 1e3 for r in rows]
             )
-            panels[2].barh(range(len(rows)), width, 0.65, left, color=COLORS[part], label=part)
+            panels[2].barh(
+                range(len(rows)), width, 0.65, left, label=part,
+                color=COLORS[part], edgecolor=style.INK, linewidth=0.3,
+            )  # fmt: skip
             left += width
         style.title(panels[2], "a step, ms", "mean over the run")
         panels[0].set_yticks(range(len(rows)), list(calls))

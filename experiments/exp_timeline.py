@@ -147,8 +147,9 @@ def _rows(name: str, clock: Clock) -> list[Row]:
     return rows
 
 
-COLORS = {"admit": "#7b2d43", "grow": "#c9821f", "release": "#8c78ad", "write": "#86a03a",
-          "view": "#c8c8c8", "prefill": "#4b3f72", "attend": "#5d9fc4"}  # fmt: skip
+# Within a lane far enough apart in lightness to be told in a grey print.
+COLORS = {"admit": "#5c1a2e", "grow": "#c9821f", "release": "#d9cdec", "write": "#b9cc6a",
+          "view": "#e4e4e4", "prefill": "#2f2750", "attend": "#3f7ca3"}  # fmt: skip
 NUM_STEPS_DRAWN = 8
 
 

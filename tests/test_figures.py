@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvalloc.experiments import plot_command, style
+from kvalloc.experiments import exp_serve, exp_timeline, plot_command, style
 from kvalloc.experiments.address_space import (
     Block,
     Run,
@@ -206,6 +207,17 @@ def test_backends_keep_their_look_and_differ_in_grey() -> None:
         luminance(style.request_color(i)) - luminance(style.request_color(i + 1)) for i in range(9)
     ]
     assert min(map(abs, steps)) > 0.08, "neighbours look alike in grey"
+
+
+def test_calls_side_by_side_differ_in_grey() -> None:
+    """The parts of a step in serve.svg, the calls of each lane in timeline.svg."""
+    lanes = [list(exp_serve.COLORS.values())]
+    for lane in set(exp_timeline.LANES.values()):
+        calls = [call for call, where in exp_timeline.LANES.items() if where == lane]
+        lanes.append([exp_timeline.COLORS[call] for call in calls])
+    for colors in lanes:
+        greys = sorted(map(luminance, colors))
+        assert min(b - a for a, b in pairwise(greys)) > 0.13, (colors, greys)
 
 
 @pytest.fixture
