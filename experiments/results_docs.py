@@ -12,9 +12,9 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import bench_allocators, bench_driver, bench_mapped
+from . import bench_allocators, bench_cache, bench_driver, bench_mapped
 from .environment import in_short
 from .errors import BadInput
 from .output import write_atomic
@@ -27,10 +27,24 @@ PAGE = DOCS / "experiments.md"
 PAGES = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 RESULTS = DOCS / "results" / "cpu"
 _BLOCK = re.compile(r"<!-- (results|summary): (\S+) -->\n.*?<!-- end -->", re.DOTALL)
-BENCHES: dict[str, Columns] = {
-    "bench_allocators": bench_allocators.COLUMNS,
-    "bench_driver": bench_driver.COLUMNS,
-    "bench_mapped": bench_mapped.COLUMNS,
+
+
+class Bench(NamedTuple):
+    """A table of a bench, and the library whose version matters as much as the machine."""
+
+    columns: Columns
+    command: str
+    library: str | None = None
+
+
+BENCHES = {
+    "bench_allocators": Bench(bench_allocators.COLUMNS, "kvalloc bench allocators"),
+    "bench_driver": Bench(bench_driver.COLUMNS, "kvalloc bench driver"),
+    "bench_mapped": Bench(bench_mapped.COLUMNS, "kvalloc bench mapped"),
+    "bench_cache": Bench(bench_cache.COLUMNS, "kvalloc bench cache", "transformers"),
+    "bench_cache_gqa": Bench(
+        bench_cache.COLUMNS, "kvalloc bench cache --kv-heads 2 --context 8192", "transformers"
+    ),
 }
 SUMMARIES: dict[str, tuple[str, Columns, tuple[str, ...]]] = {
     "memory": (
@@ -79,9 +93,9 @@ def _summary(name: str, results: Path) -> str:
 
 
 def _block(name: str, results: Path) -> str:
+    library: str | None = None
     if name in BENCHES:
-        columns, stem, simulated = BENCHES[name], name, False
-        command = f"kvalloc bench {name.removeprefix('bench_')}"
+        (columns, command, library), stem, simulated = BENCHES[name], name, False
     else:
         experiment = find(name)
         columns, stem = experiment.module.COLUMNS, experiment.stem
@@ -95,12 +109,18 @@ def _block(name: str, results: Path) -> str:
         f"<!-- results: {name} -->",
         "**Simulated**, not measured.\n" if simulated else "",
         markdown_table(columns, document["rows"]) + "\n",
-        f"`{command}` · {in_short(document['environment'])}{busy(document)}",
+        f"`{command}` · {in_short(document['environment'])}"
+        f"{_version(library, document)}{busy(document)}",
     ]
     if (results / f"{stem}.svg").exists():
         kind = "simulated" if simulated else "figure"
         parts.append(f"\n![{name}, {kind}](results/cpu/{stem}.svg)")
     return "\n".join([part for part in parts if part] + ["<!-- end -->"])
+
+
+def _version(library: str | None, document: dict[str, Any]) -> str:
+    versions = document["environment"].get("versions", {})
+    return f", {library} {versions.get(library)}" if library else ""
 
 
 def busy(document: dict[str, Any]) -> str:

@@ -62,9 +62,7 @@ EXACT = {
 def prose(text: str) -> str:
     """A page without code, generated tables and quoted numbers."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
-    text = re.sub(
-        r"^<!-- (?:results|summary|table): .*?^<!-- end -->$", "", text, flags=re.M | re.S
-    )
+    text = re.sub(r"^<!-- (?:results|summary): .*?^<!-- end -->$", "", text, flags=re.M | re.S)
     return QUOTE.sub("", text)
 
 

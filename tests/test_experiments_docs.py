@@ -10,7 +10,7 @@ import pytest
 
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.registry import NAMES, find
-from kvalloc.experiments.results_docs import BENCHES, DOCS, PAGE, RESULTS, render
+from kvalloc.experiments.results_docs import BENCHES, DOCS, PAGE, PAGES, RESULTS, render
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
@@ -21,8 +21,16 @@ def test_every_table_is_what_its_json_says() -> None:
 
 
 def test_every_experiment_has_a_table() -> None:
-    named = re.findall(r"<!-- results: (\S+) -->", TEXT)
-    assert len(named) == len(set(named)) and {*NAMES, *BENCHES} <= set(named)
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert sorted(re.findall(r"<!-- results: (\S+) -->", pages)) == sorted([*NAMES, *BENCHES])
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_a_bench_was_run_by_the_command_named(name: str) -> None:
+    environment = json.loads((RESULTS / f"{name}.json").read_text())["environment"]
+    command, _, target = environment["command"].partition(" docs/results/cpu")
+    assert command in (f"{BENCHES[name].command} --out", f"{BENCHES[name].command} --json")
+    assert target in ("", f"/{name}.json")
 
 
 @pytest.mark.parametrize("name", NAMES)
