@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import JsonFile, keep, progress_bar, require_folder
+from .commands import JsonFile, keep, progress_bar, require_folder, say_where
 from .errors import BadInput
 from .registry import bench_result
 from .row_tables import Column, Columns, Row
@@ -170,6 +170,7 @@ def allocators_command(
         from .row_tables import show, terminal_table
 
         show(terminal_table(COLUMNS, rows, "Bookkeeping, canonical trace"))
+        say_where(out, ["bench_allocators.json"])
 
 
 if __name__ == "__main__":

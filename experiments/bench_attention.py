@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..geometry import canonical_dtype
-from .commands import JsonFile, keep, progress_bar, require_folder
+from .commands import JsonFile, keep, progress_bar, require_folder, say_where
 from .errors import BadInput
 from .registry import bench_result
-from .row_tables import Column, Columns, Row, percent
+from .row_tables import Column, Columns, Row, percent, show, terminal_table
 
 if TYPE_CHECKING:
     from .attention_points import Point
@@ -183,7 +183,9 @@ def attention_command(
     if keep(document, out / "bench_attention.json", json):
         from .attention_figure import plot
 
-        _show(rows, plot(rows, out))
+        paths = plot(rows, out)
+        show(terminal_table(COLUMNS, rows, "Decode attention, one query per sequence"))
+        say_where(out, ["bench_attention.json", *(path.name for path in paths)])
 
 
 def _dtype(name: str) -> str:
@@ -191,14 +193,3 @@ def _dtype(name: str) -> str:
         return canonical_dtype(name)
     except ValueError as error:
         raise BadInput(str(error)) from error
-
-
-def _show(rows: list[Row], paths: list[Path]) -> None:
-    from rich.console import Console
-
-    from .row_tables import terminal_table
-
-    console = Console()
-    console.print(terminal_table(COLUMNS, rows, "Decode attention, one query per sequence"))
-    names = ", ".join(path.name for path in paths)
-    console.print(f"Written to {paths[0].parent}/: bench_attention.json, {names}")

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import JsonFile, keep, progress_bar, require_folder
+from .commands import JsonFile, keep, progress_bar, require_folder, say_where
 from .errors import BadInput
 from .registry import bench_result
 from .row_tables import Column, Columns, Row, show, terminal_table
@@ -221,4 +221,4 @@ def cache_command(
         return
     paths = plot(rows, out)
     show(terminal_table(COLUMNS, rows, "Caches of a transformers model"))
-    print(f"Written to {out}/: bench_cache.json, " + ", ".join(path.name for path in paths))
+    say_where(out, ["bench_cache.json", *(path.name for path in paths)])

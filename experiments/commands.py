@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .errors import BadInput
-from .output import emit_json
+from .output import emit_json, path_text
 
 
 def _no_folder(json: str | None) -> str | None:
@@ -46,6 +46,11 @@ def keep(document: dict[str, Any], path: Path, json: str | None) -> bool:
     if json is not None:
         emit_json(document, json)
     return json != "-"
+
+
+def say_where(out: Path, names: Iterable[str]) -> None:
+    """The files that a command leaves. Their folder is the user's word: text, and not markup."""
+    typer.echo(f"Written to {path_text(out)}/: {', '.join(names)}")
 
 
 @contextmanager

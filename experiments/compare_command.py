@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..geometry import KVGeometry
 from . import compare_options as option
-from .commands import JsonFile, keep, require_folder
+from .commands import JsonFile, keep, require_folder, say_where
 from .compare import Settings, compare
 from .errors import BadInput
 from .output import parse_bytes
@@ -179,6 +179,5 @@ def _show(result: dict[str, Any], out: Path) -> None:
         console.print(Text(notice, style="dim"))
     figures = draw(result, out, notify=lambda text: console.print(Text(text, style="dim")))
     console.print(compare_table(result))
-    names = ", ".join(["compare.json", *(path.name for path in figures)])
-    console.print(Text(f"Written to {out}/: {names}"))
+    say_where(out, ["compare.json", *(path.name for path in figures)])
     console.print(Text(f"As a page: kvalloc report {shlex.quote(str(out))}", style="dim"))

@@ -78,6 +78,11 @@ def format_bytes(num_bytes: float) -> str:
     return f"{shown.rstrip('0').rstrip('.') if '.' in shown else shown} {unit}"
 
 
+def path_text(path: str | os.PathLike[str]) -> str:
+    """A path as text that any terminal takes: bytes that are no UTF-8 become ``?``."""
+    return os.fspath(path).encode(errors="replace").decode()
+
+
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     """Write a file whole or leave everything as it was; returns its path.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .errors import BadInput
+from .output import path_text
 
 MAX_LINE = 1 << 26
 """Longest line in characters; one agent session of a day is tens of MiB."""
@@ -18,11 +19,6 @@ MAX_EXPANSION = 200
 SUSPICIOUS = 1 << 26
 """Expansion is judged only beyond this many bytes: less hurts nobody."""
 _BLOCK = 1 << 18
-
-
-def printable(path: str | Path) -> str:
-    """A path as text that any terminal takes: bytes that are no UTF-8 become ``?``."""
-    return str(path).encode(errors="replace").decode()
 
 
 class Source:
@@ -36,12 +32,12 @@ class Source:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.shown = printable(path)
+        self.shown = path_text(path)
 
     @property
     def name(self) -> str:
         """The bare file name, for titles."""
-        return printable(self.path.name)
+        return path_text(self.path.name)
 
     def error(self, reason: str, line: int | None = None) -> BadInput:
         """A one-sentence error that names the file and, where known, the line."""

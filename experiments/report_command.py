@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .errors import BadInput
-from .output import format_bytes, write_atomic
+from .output import format_bytes, path_text, write_atomic
 from .report_read import Results, read_results
 
 
@@ -48,7 +48,7 @@ def report_command(
     path = write_atomic(target, page(results))
     for name in results.skipped:
         typer.echo(f"kvalloc: {name} has no table and is left out", err=True)
-    typer.echo(f"Written to {path} ({format_bytes(path.stat().st_size)})")
+    typer.echo(f"Written to {path_text(path)} ({format_bytes(path.stat().st_size)})")
     if open_it:
         import webbrowser
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .output import format_bytes
 
@@ -69,7 +70,8 @@ def terminal_table(columns: Columns, rows: Iterable[Row], title: str) -> Table:
         justify: Literal["left", "right"] = "right" if is_numeric(column, rows) else "left"
         table.add_column(column.header, justify=justify, min_width=width, overflow="fold")
     for row in rows:
-        table.add_row(*(column.write(row.get(column.key)) for column in columns))
+        # A value may be a file's name: text, whatever it looks like, and not markup.
+        table.add_row(*(Text(column.write(row.get(column.key))) for column in columns))
     return table
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import JsonFile, keep, progress_bar, require_folder
+from .commands import JsonFile, keep, progress_bar, require_folder, say_where
 from .registry import NAMES, Experiment, Report, find, result
 from .row_tables import Row
 
@@ -78,6 +78,7 @@ def run_command(
 
 def _show(experiment: Experiment, report: Report, rows: list[Row], paths: list[Path]) -> None:
     from rich.console import Console
+    from rich.text import Text
 
     from .row_tables import show, terminal_table
 
@@ -87,5 +88,5 @@ def _show(experiment: Experiment, report: Report, rows: list[Row], paths: list[P
     show(terminal_table(experiment.module.COLUMNS, rows, title))
     console.print(experiment.refuted_if, style="italic")
     for notice in report.notices:
-        console.print(notice, style="dim")
-    console.print(f"Written to {paths[0].parent}/: " + ", ".join(path.name for path in paths))
+        console.print(Text(notice, style="dim"))
+    say_where(paths[0].parent, [path.name for path in paths])

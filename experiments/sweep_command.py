@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from .commands import JsonFile, keep, progress_bar, require_folder
+from .commands import JsonFile, keep, progress_bar, require_folder, say_where
 from .errors import BadInput
 from .row_tables import Column, Columns, Row
 from .scheduling import OnFailure
@@ -102,6 +102,7 @@ def _known(word: str) -> OnFailure:
 
 def _tell(rows: list[Row], num_computed: int, out: Path, json: str | None) -> None:
     from rich.console import Console
+    from rich.text import Text
 
     from .environment import environment
     from .row_tables import show, terminal_table
@@ -114,5 +115,6 @@ def _tell(rows: list[Row], num_computed: int, out: Path, json: str | None) -> No
     show(terminal_table(COLUMNS, rows, title))
     for row in rows:
         if row["error"]:
-            console.print(f"{row['backend']}, {row['memory']}: {row['error']}", style="dim")
-    console.print(f"Written to {out}/: sweep.json")
+            told = f"{row['backend']}, {row['memory']}: {row['error']}"
+            console.print(Text(told, style="dim"))
+    say_where(out, ["sweep.json"])

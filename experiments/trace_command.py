@@ -14,9 +14,8 @@ from .built_in_traces import BUILT_IN
 from .commands import JsonFile
 from .errors import BadInput
 from .generators import KINDS, generate
-from .output import counted, emit_json
+from .output import counted, emit_json, path_text
 from .readers import read_trace
-from .readers_source import printable
 from .trace import Trace
 from .trace_summary import summarise
 from .writers import check_target, write_trace
@@ -157,7 +156,7 @@ def convert(
 
 
 def _write(trace: Trace, out: str) -> None:
-    typer.echo(f"{printable(write_trace(trace, out))}: {counted(len(trace), 'request')}")
+    typer.echo(f"{path_text(write_trace(trace, out))}: {counted(len(trace), 'request')}")
 
 
 def _bounds(option: str, text: str | None) -> tuple[int, int] | None:

@@ -106,3 +106,21 @@ def test_one_backend_under_two_names_runs_once(tmp_path: Path) -> None:
     assert code == 0
     assert [backend["spec"] for backend in json.loads(out)["backends"]] == ["contiguous:max", "vmm"]
     assert "contiguous:max:first-fit is named twice (as contiguous:max) and runs once" in err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "compare article --account --slots 80 -b paged:4",
+        "run adoption --quick",
+        "sweep -t [/dim].csv -b paged:4 -b vmm:3KiB --model tiny --memory 2MiB --jobs 1",
+        "bench allocators -b paged:16 --requests 20 --repeats 1",
+    ],
+)
+def test_names_are_text_and_not_markup(command: str, tmp_path: Path) -> None:
+    trace = tmp_path / "[/dim].csv"
+    trace.parent.mkdir()
+    trace.write_text("arrival_step,prompt_tokens,output_tokens\n0,4,1\n")
+    code, out, err = kvalloc(*command.split(), "--out", "out[/dim]", folder=tmp_path)
+    assert code == 0, err
+    assert "Written to out[/dim]/: " in out
