@@ -30,7 +30,7 @@ class Document:
         """What it is about: the trace of a comparison, or the experiment."""
         if self.is_comparison:
             return str(self.part("trace").get("name", self.path.stem))
-        return str(self.content.get("experiment", self.content.get("bench", self.path.stem)))
+        return str(self.content.get("experiment", self.path.stem))
 
     def part(self, key: str) -> dict[str, Any]:
         """An object of the document, empty where there is none."""

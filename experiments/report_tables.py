@@ -50,11 +50,9 @@ TIMES: Columns = (
     Column("max error", "max_abs_error"),
 )
 PARTS = (("Requests", OUTCOME), ("Memory", MEMORY), ("Time", TIMES))
-MODULES = {  # that are no experiments of the registry
-    "sweep": "sweep_command",
-    **{name: name for name in ("bench_allocators", "bench_attention", "bench_cache")},
-    "mapped": "bench_mapped",
-}
+BENCHES = ("allocators", "attention", "cache", "driver", "mapped")
+MODULES = {"sweep": "sweep_command", **{f"bench_{name}": f"bench_{name}" for name in BENCHES}}
+"""Modules with columns that are no experiments of the registry."""
 UNITS = {"us": "µs", "gbps": "GB/s", "mib": "MiB", "num": "number of"}
 
 

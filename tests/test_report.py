@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvalloc.experiments.app import bench
+from kvalloc.experiments.report_tables import MODULES
 from kvalloc.experiments.style import backend_style
 from kvalloc.tests.command import kvalloc
 from kvalloc.tests.compare_example import compare_example
@@ -317,3 +319,8 @@ def test_a_page_that_cannot_be_finished_leaves_the_old_one(
     assert (done.code, done.err) == (2, "kvalloc: report.html: No space left on device\n")
     assert (tmp_path / "report.html").read_text() == "old"
     assert sorted(os.listdir(tmp_path)) == ["compare.json", "report.html"]
+
+
+def test_the_report_knows_the_columns_of_every_bench() -> None:
+    named = {f"bench_{command.name}" for command in bench.registered_commands}
+    assert {*MODULES} == {"sweep", *named}
