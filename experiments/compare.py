@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .made_up import Expected, Values
 
 Progress = Callable[[str, int], None]
-Report = Callable[[int], None]
+Tell = Callable[[int], None]
 MAX_REQUESTS_WITH_OWNERS = 200
 RUN_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -54,7 +54,7 @@ class Settings:
     seed: int = 0
 
 
-Make = Callable[[Trace, Settings, Spec, Report], tuple[Result, Clock | None, dict[str, Any]]]
+Make = Callable[[Trace, Settings, Spec, Tell], tuple[Result, Clock | None, dict[str, Any]]]
 
 
 def compare(trace: Trace, settings: Settings, progress: Progress | None = None) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _one(
 
 
 def _account(
-    trace: Trace, settings: Settings, spec: Spec, report: Report
+    trace: Trace, settings: Settings, spec: Spec, report: Tell
 ) -> tuple[Result, Clock | None, dict[str, Any]]:
     allocator = spec.allocator(settings.geometry, settings.memory_bytes)
     result, extra = _replayed(trace, settings, allocator, report)
@@ -173,7 +173,7 @@ def _run(
     trace: Trace,
     settings: Settings,
     spec: Spec,
-    report: Report,
+    report: Tell,
 ) -> tuple[Result, Clock | None, dict[str, Any]]:
     from ..telemetry import Measured
     from .made_up_engine import MadeUpEngine
@@ -192,7 +192,7 @@ def _replayed(
     trace: Trace,
     settings: Settings,
     allocator: Allocator,
-    report: Report,
+    report: Tell,
     engine: Engine | None = None,
 ) -> tuple[Result, dict[str, Any]]:
     """The outcome, and how much the allocator could hold."""

@@ -76,7 +76,7 @@ class Shares:
         return {"tokens": live, "later": later, "never": never, "free": free, "running": running}
 
 
-class Served(NamedTuple):
+class Saturated(NamedTuple):
     """What a saturated run left behind.
 
     Attributes
@@ -93,11 +93,11 @@ class Served(NamedTuple):
     table_bytes: int
 
 
-def serve(trace: Trace, allocator: Allocator) -> Served:
+def serve(trace: Trace, allocator: Allocator) -> Saturated:
     """Serve a trace whose arrivals are all at once, and average where the bytes are."""
     shares, counts, num_steps, table_bytes = Shares(trace, allocator), Counts(), 0, 0
     for scheduler in drain(trace, allocator):
         shares.sample(scheduler)
         num_steps, counts = num_steps + 1, scheduler.counts
         table_bytes = max(table_bytes, allocator.usage().table_bytes)
-    return Served(shares.mean(), counts, num_steps, table_bytes)
+    return Saturated(shares.mean(), counts, num_steps, table_bytes)
