@@ -50,7 +50,10 @@ def keep(document: dict[str, Any], path: Path, json: str | None) -> bool:
 
 def say_where(out: Path, names: Iterable[str]) -> None:
     """The files that a command leaves. Their folder is the user's word: text, and not markup."""
-    typer.echo(f"Written to {path_text(out)}/: {', '.join(names)}")
+    from rich.console import Console
+    from rich.text import Text
+
+    Console().print(Text(f"Written to {path_text(out)}/: {', '.join(names)}"))
 
 
 @contextmanager

@@ -35,6 +35,12 @@ COMMANDS = {
         "bench_cache.json",
         "resident",
     ),
+    "bench driver": (
+        "bench driver --page 4KiB --rounds 1",
+        "bench_driver.json",
+        "Host driver",
+    ),
+    "bench mapped": ("bench mapped --quick", "bench_mapped.json", "ordinary tensors"),
     "size": ("size --model tiny --context 10", None, "KV cache of tiny"),
     "size --list": ("size --list", None, "Known models"),
     "trace describe": ("trace describe article", None, "prompt tokens"),
