@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,6 +56,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def require_what_it_needs(name: str) -> None:
     if name == "bench cache" and find_spec("transformers") is None:
         pytest.skip("the extra [transformers] is missing")
+    if name in ("bench cache", "bench driver", "bench mapped") and sys.platform != "linux":
+        pytest.skip("the host driver needs Linux")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
