@@ -14,11 +14,10 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import JsonFile, keep, progress_bar, require_folder
-from .environment import environment
+from .commands import JsonFile, keep, progress_bar, require_folder, say_where
 from .errors import BadInput
 from .output import parse_bytes
-from .registry import load_average
+from .registry import bench_result
 from .row_tables import Column, Columns, Row, show, size, terminal_table
 
 DEFAULT_PAGES = ("4KiB", "64KiB", "2MiB")
@@ -141,13 +140,7 @@ def driver_command(
     config = Config(tuple(parse_bytes(size) for size in page or DEFAULT_PAGES), rounds)
     with progress_bar("rounds", quiet=json == "-") as progress:
         rows = run(config, progress)
-    result = {
-        "schema": 1,
-        "experiment": "bench_driver",
-        "environment": environment(),
-        "load_average": load_average(),
-        "settings": asdict(config),
-        "rows": rows,
-    }
+    result = bench_result("driver", asdict(config), rows)
     if keep(result, out / "bench_driver.json", json):
         show(terminal_table(COLUMNS, rows, "Host driver"))
+        say_where(out, ["bench_driver.json"])

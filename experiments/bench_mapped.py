@@ -15,9 +15,8 @@ from typing import Annotated
 
 import typer
 
-from .commands import JsonFile, keep, progress_bar, require_folder
-from .environment import environment
-from .registry import load_average
+from .commands import JsonFile, keep, progress_bar, require_folder, say_where
+from .registry import bench_result
 from .row_tables import Column, Columns, Row, show, terminal_table
 
 COLUMNS: Columns = (
@@ -142,14 +141,8 @@ def mapped_command(
     config = QUICK if quick else CONFIG
     with progress_bar("rounds", quiet=json == "-") as progress:
         rows = run(config, progress)
-    result = {
-        "schema": 1,
-        "experiment": "bench_mapped",
-        "environment": environment(),
-        "load_average": load_average(),
-        "settings": asdict(config),
-        "rows": rows,
-    }
+    result = bench_result("mapped", asdict(config), rows)
     if keep(result, out / "bench_mapped.json", json):
         title = "Dense attention over mapped pages, beside ordinary tensors"
         show(terminal_table(COLUMNS, rows, title))
+        say_where(out, ["bench_mapped.json"])

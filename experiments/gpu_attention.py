@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..contract import DenseView
 from ..geometry import KVGeometry
 from .gpu_flash import decode_arguments, flash_decode
-from .gpu_stage import Report, Target, require
+from .gpu_stage import StageReport, Target, require
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,7 @@ CALLS = 10  # of a kernel between two looks at the clock
 WORST_RATIO = 1.05
 
 
-def run(report: Report, target: Target) -> None:
+def run(report: StageReport, target: Target) -> None:
     """Mapped against plain memory first, then every kernel of ``bench attention``."""
     contexts = (1024, 8192, 32768) if target.is_gpu else (256,)
     with report.check("dense attention on mapped memory is as fast as on plain memory"):
@@ -41,7 +41,7 @@ def _points(target: Target) -> list[tuple[int, int]]:
     return [(8192, 16), (8192, 256), (8192, 64), (1024, 16), (32768, 16), (8192, 1)]
 
 
-def _ratio(report: Report, target: Target, context: int) -> float:
+def _ratio(report: StageReport, target: Target, context: int) -> float:
     """Time over mapped rows by time over a plain tensor with the same tokens, in turns."""
     import torch
 
@@ -114,7 +114,7 @@ def _milliseconds(target: Target, q: torch.Tensor, view: DenseView, context: int
     return float(start.elapsed_time(stop)) / CALLS
 
 
-def _kernels(report: Report, target: Target, context: int, page_size: int) -> None:
+def _kernels(report: StageReport, target: Target, context: int, page_size: int) -> None:
     """The rounds of ``bench attention``, which judge the outputs, at one point."""
     from .attention_points import Point, candidates
     from .attention_rounds import measure

@@ -19,7 +19,7 @@ from typing import Any
 
 from .environment import environment
 from .errors import BadInput
-from .gpu_stage import CONFORMANCE, LABELS, Report, Target
+from .gpu_stage import CONFORMANCE, LABELS, StageReport, Target
 from .output import emit_json
 
 DEFAULT_OUT = Path("out/gpu-check")
@@ -192,7 +192,7 @@ def _line(result: dict[str, Any]) -> str:
 def run_stage(name: str, kind: str, out: Path, seconds: float) -> bool:
     """Run one stage in this process; returns whether nothing was wrong."""
     target = Target(kind)
-    report = Report(name, target, out / f"{name}.json", seconds)
+    report = StageReport(name, target, out / f"{name}.json", seconds)
     report.save()
     import_module(f".gpu_{name}", __package__).run(report, target)
     report.save(complete=True)

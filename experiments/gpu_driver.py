@@ -10,7 +10,7 @@ import numpy as np
 
 from ..geometry import KVGeometry, LayerShape
 from ..vmm.driver import Driver
-from .gpu_stage import Report, Target, require
+from .gpu_stage import StageReport, Target, require
 
 NUM_PAGES = 8  # in a round
 MULTIPLES = (1, 4, 16, 64)  # of the granularity
@@ -18,7 +18,7 @@ MAX_ROUNDS = 100
 Times = dict[str, list[int]]
 
 
-def run(report: Report, target: Target) -> None:
+def run(report: StageReport, target: Target) -> None:
     """Time every verb per page size, then growth of a cache across a page."""
     driver = target.driver()
     report.settings |= {"granularity": driver.granularity, "pages_per_round": NUM_PAGES}
@@ -44,7 +44,7 @@ def run(report: Report, target: Target) -> None:
 
 
 def _verbs(
-    report: Report, target: Target, driver: Driver, multiple: int, busy: bool, seconds: float
+    report: StageReport, target: Target, driver: Driver, multiple: int, busy: bool, seconds: float
 ) -> None:
     size = multiple * driver.granularity
     times: Times = {}
@@ -121,7 +121,7 @@ class Kernels:
         return not self._event.query()
 
 
-def _growth(report: Report, driver: Driver, seconds: float) -> None:
+def _growth(report: StageReport, driver: Driver, seconds: float) -> None:
     """``grow`` of one sequence by one token: K and V take a page each, or none."""
     from ..vmm.allocator import VmmAllocator
     from ..vmm.cache import VmmKVCache

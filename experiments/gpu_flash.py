@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..contract import DenseView, KVCache
 from .gpu_mapped import make_cache
-from .gpu_stage import NotHere, Report, Target, require
+from .gpu_stage import NotHere, StageReport, Target, require
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ TOLERANCE = 1e-2  # of the largest expected value, in bfloat16
 Q_HEADS = 32
 
 
-def run(report: Report, target: Target) -> None:
+def run(report: StageReport, target: Target) -> None:
     """Decode, prefill, windows, the arena, and growth between replays of a graph."""
     driver = target.driver()
     with report.check("decode over starts in any order, NaN past the ends"):
@@ -106,7 +106,7 @@ def _random(cache: KVCache, *shape: int) -> torch.Tensor:
 
 
 def compare(
-    report: Report,
+    report: StageReport,
     name: str,
     cache: KVCache,
     seqs: list[str],
@@ -139,7 +139,7 @@ def relative_error(
     return float((out.double() - expected).abs().max() / expected.abs().max())
 
 
-def _arena(report: Report, target: Target) -> None:
+def _arena(report: StageReport, target: Target) -> None:
     from ..contiguous import ContiguousKVCache
     from ..geometry import KVGeometry
 
@@ -172,7 +172,7 @@ def decode_arguments(view: DenseView) -> tuple[torch.Tensor, torch.Tensor]:
     return starts, rows
 
 
-def _graph(report: Report, driver: Any, target: Target) -> None:
+def _graph(report: StageReport, driver: Any, target: Target) -> None:
     """Addresses stay, so a recorded kernel sees what is mapped and written later."""
     if not target.is_gpu:
         raise NotHere("there are no graphs without a GPU")

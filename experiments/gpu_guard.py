@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from .gpu_mapped import make_cache, write
-from .gpu_stage import Report, Target, require
+from .gpu_stage import StageReport, Target, require
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ FAULTS = {
 }
 
 
-def run(report: Report, target: Target) -> None:
+def run(report: StageReport, target: Target) -> None:
     """One child per way of touching."""
     for mode, name in (SURVIVES | FAULTS).items():
         with report.check(name):

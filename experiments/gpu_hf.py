@@ -6,7 +6,7 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any
 
-from .gpu_stage import NotHere, Report, Target, require
+from .gpu_stage import NotHere, StageReport, Target, require
 
 CACHES = ("VmmCache", "ContiguousCache", "PagedCache")
 PAGED = "kvalloc_paged"
@@ -14,7 +14,7 @@ PAGED = "kvalloc_paged"
 VOCABULARY = 997
 
 
-def run(report: Report, target: Target) -> None:
+def run(report: StageReport, target: Target) -> None:
     """Greedy decode of a Llama with random weights, in float32 so that ties do not decide."""
     with report.check("transformers and kvalloc.hf are here"):
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..geometry import KVGeometry
 from .gpu_flash import compare, fill
-from .gpu_stage import Report, Target, require
+from .gpu_stage import StageReport, Target, require
 
 PAGE_SIZES = (16, 1, 64, 256)
 DTYPES = ("bfloat16", "float16", "float32")
@@ -13,7 +13,7 @@ SHAPES = ((8, 128), (32, 64), (1, 256))
 """KV heads and head dim, for 32 query heads."""
 
 
-def run(report: Report, target: Target) -> None:
+def run(report: StageReport, target: Target) -> None:
     """Block sizes and dtypes, head shapes, and a context long enough to be split."""
     from .attention_points import TOLERANCE
 
@@ -46,7 +46,7 @@ def _geometry(shape: tuple[int, int], dtype: str, window: int | None = None) -> 
 
 
 def _decode(
-    report: Report,
+    report: StageReport,
     target: Target,
     geometry: KVGeometry,
     page_size: int,
@@ -71,7 +71,7 @@ def _decode(
 
 
 def _compare(
-    report: Report,
+    report: StageReport,
     target: Target,
     shape: tuple[int, int],
     dtype: str,

@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .gpu_mapped import give_back, mapped
-from .gpu_stage import NotHere, Report, Target, require
+from .gpu_stage import NotHere, StageReport, Target, require
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ MODULE = "kvalloc.experiments.gpu_sharing"
 FIRST, SECOND = 65, 66  # what this side writes, and the other
 
 
-def run(report: Report, target: Target) -> None:
+def run(report: StageReport, target: Target) -> None:
     """One check for ``shareable``, one for ``peers``."""
     checks = {
         "shareable: another process reads and writes a page": _shareable,

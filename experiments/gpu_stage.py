@@ -92,7 +92,7 @@ class Target:
 
 
 @dataclass
-class Report:
+class StageReport:
     """Rows and checks of one stage, written after each, so that a killed stage leaves them.
 
     Attributes

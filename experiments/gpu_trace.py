@@ -6,13 +6,13 @@ import os
 from typing import Any
 
 from ..geometry import KVGeometry, LayerShape
-from .gpu_stage import Report, Target, require
+from .gpu_stage import StageReport, Target, require
 
 SPECS = ("contiguous:max", "paged:16", "vmm")
 SAME = ("admitted", "completed", "tokens")
 
 
-def run(report: Report, target: Target) -> None:
+def run(report: StageReport, target: Target) -> None:
     """Replay a trace on real memory, first a little of it with every output checked."""
     # A replay times calls: a kernel that was only queued must not pass for one that ran.
     os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..contract import OutOfMemory
 from ..vmm.driver import Driver, DriverError
 from .gpu_mapped import give_back, holds, make_cache, mapped, write
-from .gpu_stage import NotHere, Report, Target, require
+from .gpu_stage import NotHere, StageReport, Target, require
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2")
 
 
-def run(report: Report, target: Target) -> None:
+def run(report: StageReport, target: Target) -> None:
     """Aliases, dtypes, growth between kernels, every verb, refusals, and what comes back."""
     driver = target.driver()
     report.settings |= {"granularity": driver.granularity}

@@ -19,7 +19,7 @@ import torch
 from kvalloc.experiments import gpu_check, gpu_flash, gpu_mapped
 from kvalloc.experiments.compare_command import choose_device
 from kvalloc.experiments.errors import BadInput
-from kvalloc.experiments.gpu_stage import CheckFailed, NotHere, Report, Target, require
+from kvalloc.experiments.gpu_stage import CheckFailed, NotHere, StageReport, Target, require
 from kvalloc.tests.conformance import conformance
 
 NEEDS_NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -86,7 +86,7 @@ def test_a_lost_token_is_found() -> None:
 
 def test_a_report_is_on_disk_after_every_entry(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
-    report = Report("s", Target("cpu"), path)
+    report = StageReport("s", Target("cpu"), path)
     with report.check("right"):
         require(True, "")
     with report.check("elsewhere"):
@@ -100,7 +100,7 @@ def test_a_report_is_on_disk_after_every_entry(tmp_path: Path) -> None:
     assert document["checks"][2]["detail"] == "RuntimeError: CUDA error: an illegal memory access"
     assert document["rows"] == [{"value": 1}]
     assert not document["complete"] and not report.is_right
-    assert not Report("t", Target("cpu"), path).is_right, "nothing was looked at"
+    assert not StageReport("t", Target("cpu"), path).is_right, "nothing was looked at"
 
 
 # ---------------------------------------------------------------------- all of them
