@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import JsonFile, keep, progress_bar, require_folder, say_where
+from .commands import MOST_ROUNDS, JsonFile, keep, progress_bar, require_folder, say_where
 from .errors import BadInput
 from .registry import bench_result
 from .row_tables import Column, Columns, Row
@@ -69,12 +69,14 @@ def run(
     Raises
     ------
     BadInput
-        A backend that does not exist.
+        A backend that does not exist, no repetition, or too many requests.
     """
+    from .generators import check_requests
     from .specs import parse_spec
 
     if config.repeats < 1:
         raise BadInput(f"{config.repeats} repetitions time nothing: give at least 1")
+    check_requests(config.requests)
     for spec in config.backends:
         parse_spec(spec, slots=True)
     rows = []
@@ -151,7 +153,9 @@ def allocators_command(
         ),
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 10_000,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs, of which the median.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, max=MOST_ROUNDS, help="Runs, of which the median.")
+    ] = 5,
     out: Annotated[Path, typer.Option(help="Folder for bench_allocators.json.")] = Path("out"),
     json: JsonFile = None,
 ) -> None:

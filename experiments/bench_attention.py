@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..geometry import canonical_dtype
-from .commands import JsonFile, keep, progress_bar, require_folder, say_where
+from .commands import (
+    MOST_ROUNDS,
+    JsonFile,
+    check_memory,
+    keep,
+    progress_bar,
+    require_folder,
+    say_where,
+)
 from .errors import BadInput
 from .registry import bench_result
 from .row_tables import Column, Columns, Row, percent, show, terminal_table
@@ -129,11 +137,25 @@ def _check(config: Config) -> None:
             raise BadInput(f"a context of {context} is not within the {config.tokens} tokens")
     if kv_bytes(config) < config.min_bytes:
         raise BadInput(f"{kv_bytes(config):,} bytes of K and V fit into caches: give more tokens")
-    if config.device != "cpu":
+    if config.device == "cpu":
+        _check_memory(config)
+    else:
         import torch
 
         if config.device != "cuda" or not torch.cuda.is_available():
             raise BadInput(f"device {config.device!r} is not here: choose cpu, or cuda with a GPU")
+
+
+def _check_memory(config: Config) -> None:
+    """For the tokens, a copy of them, and both layouts of whole rows and of whole blocks."""
+    from .attention_rounds import kv_bytes
+
+    in_blocks = max(
+        point.batch * -(-point.context // point.page_size) * point.page_size
+        for point in points(config)
+    )
+    needed = kv_bytes(config) * (4 * config.tokens + 2 * in_blocks) // config.tokens
+    check_memory(needed, "give fewer --tokens or smaller blocks")
 
 
 def attention_command(
@@ -146,7 +168,9 @@ def attention_command(
         typer.Option("--block", metavar="TOKENS", help="Repeat it (default: 1, 8, 16, … 256)."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens in every batch.")] = Config.tokens,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds.")] = Config.rounds,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MOST_ROUNDS, help="Timed rounds.")
+    ] = Config.rounds,
     small: Annotated[
         bool, typer.Option("--quick", help="A small form, seconds long, to see that it works.")
     ] = False,

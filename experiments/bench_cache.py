@@ -15,7 +15,16 @@ from typing import Annotated
 
 import typer
 
-from .commands import JsonFile, keep, progress_bar, require_folder, say_where
+from ..geometry import ITEMSIZE
+from .commands import (
+    MOST_ROUNDS,
+    JsonFile,
+    check_memory,
+    keep,
+    progress_bar,
+    require_folder,
+    say_where,
+)
 from .errors import BadInput
 from .registry import bench_result
 from .row_tables import Column, Columns, Row, show, terminal_table
@@ -73,7 +82,7 @@ def run(
     Raises
     ------
     BadInput
-        transformers is missing, or a count that times nothing.
+        transformers is missing, a count that times nothing, or more than the memory holds.
     """
     if find_spec("transformers") is None:
         raise BadInput("transformers is missing: pip install 'kvalloc[transformers]'")
@@ -124,6 +133,16 @@ def _check(config: Config) -> None:
             f"{config.q_heads} query heads cannot share {config.kv_heads} KV heads evenly: "
             "give a multiple"
         )
+    check_memory(_bytes(config), "give fewer rows, heads, rounds or --max-length")
+
+
+def _bytes(config: Config) -> int:
+    """Memory that a run takes at the least: full caches side by side, or one for the maximum."""
+    hidden = config.q_heads * config.head_dim
+    weights = 2 * 2 * 7 * hidden**2 * ITEMSIZE[config.dtype]  # two models of two layers
+    token = 2 * 2 * config.batch * config.kv_heads * config.head_dim * ITEMSIZE[config.dtype]
+    side_by_side = 6 * (max(config.contexts) + config.num_rounds)
+    return weights + token * max(side_by_side, config.max_length)
 
 
 def plot(rows: list[Row], out: Path) -> list[Path]:
@@ -185,7 +204,9 @@ def cache_command(
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
     q_heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed steps per cache.")] = 100,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MOST_ROUNDS, help="Timed steps per cache.")
+    ] = 100,
     max_length: Annotated[
         int, typer.Option(min=1, help="Length that the caches are made for, where memory is told.")
     ] = 32768,

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import JsonFile, keep, progress_bar, require_folder, say_where
+from .commands import MOST_ROUNDS, JsonFile, keep, progress_bar, require_folder, say_where
 from .errors import BadInput
 from .output import parse_bytes
 from .registry import bench_result
@@ -122,7 +122,9 @@ def driver_command(
         list[str] | None,
         typer.Option("--page", metavar="SIZE", help="Repeat it (default: 4KiB, 64KiB, 2MiB)."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds per page size.")] = 500,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=MOST_ROUNDS, help="Timed rounds per page size.")
+    ] = 500,
     out: Annotated[Path, typer.Option(help="Folder for bench_driver.json.")] = Path("out"),
     json: JsonFile = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What the commands have in common: where a result goes, and a bar that tells how far they are."""
+"""What the commands have in common: where a result goes, a bar that tells how far, and bounds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from .errors import BadInput
-from .output import emit_json, path_text
+from .output import check_file, check_folder, emit_json, format_bytes, path_text
 
 
-def _no_folder(json: str | None) -> str | None:
-    if json is not None and json != "-" and Path(json).is_dir():
-        raise BadInput(f"--json {json} is a folder: name a file")
+def _can_be_written(json: str | None) -> str | None:
+    if json is not None and json != "-":
+        check_file("--json", json)
     return json
 
 
@@ -24,16 +24,16 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         metavar="FILE",
-        callback=_no_folder,
+        callback=_can_be_written,
         help="Write JSON there as well; - prints JSON and nothing else.",
     ),
 ]
 
 
 def require_folder(out: Path, json: str | None) -> None:
-    """Tell before the work, and not after it, that ``--out`` is a file."""
-    if json != "-" and out.exists() and not out.is_dir():
-        raise BadInput(f"--out {out} is a file: name a folder")
+    """Tell before the work, and not after it, that ``--out`` cannot be written."""
+    if json != "-":
+        check_folder(out)
 
 
 def keep(document: dict[str, Any], path: Path, json: str | None) -> bool:
@@ -56,12 +56,36 @@ def say_where(out: Path, names: Iterable[str]) -> None:
     Console().print(Text(f"Written to {path_text(out)}/: {', '.join(names)}"))
 
 
+MOST_ROUNDS = 1_000_000
+"""Times that a bench repeats what it times: more is a slip of the hand, and a list in memory."""
+
+
+def check_memory(num_bytes: int, remedy: str) -> None:
+    """Refuse what the memory that is free now cannot hold, before the system kills for it.
+
+    Raises
+    ------
+    BadInput
+        It says how much would be needed, and the remedy.
+    """
+    from ..vmm.system import available_bytes
+
+    room = available_bytes()
+    if num_bytes > room:
+        raise BadInput(
+            f"that takes {format_bytes(num_bytes)} of memory and {format_bytes(room)} are free: "
+            f"{remedy}"
+        )
+
+
 @contextmanager
 def progress_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A bar on standard error, gone at the end; yields what to call with done and all."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as bar:
+    console = Console(stderr=True)
+    hidden = quiet or not console.is_terminal
+    with Progress(console=console, disable=hidden, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

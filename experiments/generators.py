@@ -67,8 +67,7 @@ def generate(
         raise BadInput(f"there is no kind of trace {kind!r}: choose from {', '.join(KINDS)}")
     family = KINDS[kind]
     num_requests = family.requests if requests is None else requests
-    if not 1 <= num_requests <= MAX_REQUESTS:
-        raise BadInput(f"--requests must lie between 1 and {MAX_REQUESTS:,}, not {num_requests}")
+    check_requests(num_requests)
     rng = lengths_rng(seed)
     if not family.ranged and (prompt or output):
         raise BadInput(f"{kind} draws lengths of its own: --prompt and --output do not apply")
@@ -94,6 +93,12 @@ def lengths_rng(seed: int) -> np.random.Generator:
     if seed < 0:
         raise BadInput(f"--seed must be 0 or more, not {seed}")
     return np.random.default_rng([seed, 0])
+
+
+def check_requests(requests: int) -> None:
+    """Refuse a number of requests that is none, or that no trace holds."""
+    if not 1 <= requests <= MAX_REQUESTS:
+        raise BadInput(f"--requests must lie between 1 and {MAX_REQUESTS:,}, not {requests}")
 
 
 def check_rate(rate: float) -> None:

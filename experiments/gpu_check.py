@@ -20,10 +20,11 @@ from typing import Any
 from .environment import environment
 from .errors import BadInput
 from .gpu_stage import CONFORMANCE, LABELS, StageReport, Target
-from .output import emit_json
+from .output import check_folder, emit_json
 
 DEFAULT_OUT = Path("out/gpu-check")
 DEFAULT_MINUTES = 5.0
+MOST_MINUTES = 24 * 60
 EXIT_WRONG, EXIT_BAD_INPUT = 1, 2
 MODULE = "kvalloc.experiments.gpu_check"
 
@@ -76,12 +77,13 @@ def gpu_check(
     Raises
     ------
     BadInput
-        No GPU, or with ``dry`` no conformance library.
+        No GPU, or with ``dry`` no conformance library; no time; a folder that is none.
     """
-    if minutes <= 0:
-        raise BadInput(f"{minutes:g} minutes are no time: give more")
+    if not 0 < minutes <= MOST_MINUTES:
+        raise BadInput(f"{minutes:g} minutes are no time: give more than 0, at most {MOST_MINUTES}")
     kind = kind or ("conformance" if dry else "cuda")
     environ = _environ(kind)
+    check_folder(out)
     stages = [stage for stage in STAGES if stage.is_dry or kind != "conformance"]
     deadline = monotonic() + 60 * minutes
     say(f"gpu-check on the {LABELS[kind]}")

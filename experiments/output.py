@@ -83,6 +83,48 @@ def path_text(path: str | os.PathLike[str]) -> str:
     return os.fspath(path).encode(errors="replace").decode()
 
 
+def check_folder(out: Path) -> None:
+    """Look before the work whether ``--out`` can be written; nothing is left there.
+
+    Raises
+    ------
+    BadInput
+        The folder is a file, or the system lets nobody write there.
+    """
+    if out.exists() and not out.is_dir():
+        raise BadInput(f"--out {out} is a file: name a folder")
+    _check_room(f"--out {out}", out)
+
+
+def check_file(option: str, path: str | os.PathLike[str]) -> None:
+    """As ``check_folder``, for a file. A device or a pipe will take what it gets."""
+    if Path(path).is_dir():
+        raise BadInput(f"{option} {path} is a folder: name a file")
+    if Path(path).is_file() or not Path(path).exists():
+        _check_room(f"{option} {path}", path)
+
+
+def _check_room(what: str, path: str | os.PathLike[str]) -> None:
+    """Whether a file can be made at ``path``, or where its first missing folder would be."""
+    place = Path(os.path.realpath(path))
+    try:
+        while not _is_there(place):
+            place = place.parent
+        with tempfile.TemporaryFile(dir=place if place.is_dir() else place.parent):
+            pass
+    except OSError as error:
+        raise BadInput(f"{what} cannot be written ({error.strerror}): name another") from error
+
+
+def _is_there(place: Path) -> bool:
+    """Unlike ``Path.exists`` of some versions it raises for names that can never be."""
+    try:
+        place.stat()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def write_atomic(path: str | os.PathLike[str], content: str | bytes) -> Path:
     """Write a file whole or leave everything as it was; returns its path.
 

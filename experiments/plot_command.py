@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeGuard
 import typer
 
 from .errors import BadInput, blaming
+from .output import check_folder
 
 _SERIES = ("step", "live", "reserved", "free", "largest_free")
 _NUMBERS = ("live", "reserved", "free", "largest_free", "waiting")
@@ -51,8 +52,10 @@ def plot(
         typer.echo(f"kvalloc: {sentence}", err=True)
 
     loaded = read_compare(compare)
+    folder = out if out is not None else compare.parent
+    check_folder(folder)
     with blaming(f"{compare} holds numbers that no figure can show; run kvalloc compare again"):
-        paths = draw(loaded, out if out is not None else compare.parent, notify=notify)
+        paths = draw(loaded, folder, notify=notify)
     for path in paths:
         typer.echo(path)
 

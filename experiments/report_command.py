@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .errors import BadInput
-from .output import format_bytes, path_text, write_atomic
+from .output import check_file, format_bytes, path_text, write_atomic
 from .report_read import Results, read_results
 
 
@@ -62,3 +62,4 @@ def _check_target(target: Path, results: Results) -> None:
     read = [*(document.path for document in results.documents), *results.pictures]
     if any(target.resolve() == path.resolve() for path in read):
         raise BadInput(f"--out {target} would overwrite a result: name another file")
+    check_file("--out", target)

@@ -27,8 +27,18 @@ SMALL = {
     "size": "--model tiny --context 10 --json -",
     "plot": "nothing.json",
     "run": "nothing",
+    "bench allocators": "-b paged:16 --requests 3 --repeats 1 --json -",
+    "bench attention": "--tokens 1000000000000 --json -",
+    "bench cache": "--batch 1000000000000 --json -",
+    "bench driver": "--page 4KiB --rounds 1 --json -",
+    "gpu-check": "",
+    "report": "nothing",
     "sweep": "-t nothing -b paged:4 --model tiny --memory 1MiB --jobs 1",
 }
+
+
+LONG = ("bench", "gpu-check", "report")
+"""Told to go wrong, so that no value begins work. Their targets: test_hostile_targets."""
 
 
 def attacks() -> Iterator[tuple[str, list[str]]]:
@@ -40,6 +50,8 @@ def attacks() -> Iterator[tuple[str, list[str]]]:
         for parameter in command.params:
             option = parameter.opts[0]
             if getattr(parameter, "is_flag", False) or option == "--help":
+                continue
+            if name.startswith(LONG) and option in ("--out", "--json"):
                 continue
             positional = parameter.param_type_name == "argument"
             yield (
@@ -89,6 +101,18 @@ def test_hostile_values_end_in_words(
         ("compare hole --account --slots 80 --step-ms nan", "a step of nan ms is out of range"),
         ("compare hole --account --slots 80 --rate 0", "--rate must lie between 1e-6 and 1e6"),
         ("compare hole --run --memory 30000TiB -b contiguous:max", "give the cache less memory"),
+        ("bench cache --batch 9999999999 --json -", "give fewer rows, heads, rounds or"),
+        ("bench cache --q-heads 8000000 --json -", "of memory and"),
+        ("bench cache --max-length 9999999999 --json -", "of memory and"),
+        ("bench cache --batch 99 --rounds 1000000", "of memory and"),
+        ("bench cache --context 40000", "give a larger one"),
+        (f"bench attention --tokens {10**12} --json -", "give fewer --tokens or smaller blocks"),
+        (f"bench attention --block {10**12} --json -", "give fewer --tokens or smaller blocks"),
+        ("bench attention --device meta", "choose cpu, or cuda with a GPU"),
+        (f"bench allocators --requests {10**9}", "kvalloc: --requests must lie between 1 and"),
+        ("gpu-check --minutes nan", "give more than 0, at most 1440"),
+        ("gpu-check --minutes inf --dry", "give more than 0, at most 1440"),
+        ("run polices --quick", "did you mean policies"),
         ("size --model tiny --context 1 --json .", ". is a folder: name a file"),
     ],
 )
