@@ -15,13 +15,22 @@ def _interrupted() -> NoReturn:
     sys.exit(EXIT_INTERRUPTED)
 
 
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Ctrl-C, also within the loading of a library in C, which makes an ImportError of it."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 try:  # Ctrl-C may come while we are loaded, too
     from ..contract import NeverFits, OutOfMemory
     from ..vmm.driver import DriverError
     from .app import app
     from .errors import BadInput
-except KeyboardInterrupt:
-    _interrupted()
+except (KeyboardInterrupt, ImportError) as error:
+    if _is_interrupt(error):
+        _interrupted()
+    raise
 
 
 def main() -> None:
@@ -37,8 +46,10 @@ def main() -> None:
     except (BadInput, NeverFits, OutOfMemory, DriverError, OSError) as error:
         print(f"kvalloc: {_one_sentence(error)}", file=sys.stderr)
         sys.exit(EXIT_BAD_INPUT)
-    except KeyboardInterrupt:
-        _interrupted()
+    except (KeyboardInterrupt, ImportError) as error:
+        if _is_interrupt(error):
+            _interrupted()
+        raise
     except SystemExit as stop:
         if stop.code == EXIT_INTERRUPTED:  # typer turns Ctrl-C into this, without a word
             _interrupted()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import BadInput
-from .trace import MAX_TOKENS, MISSING, Ints, Runs, Trace
+from .trace import MAX_SECONDS, MAX_TOKENS, MISSING, Ints, Runs, Trace
 
 MAX_REQUESTS = 10_000_000
 
@@ -114,7 +114,13 @@ def poisson_arrivals(requests: int, rate: float, seed: int) -> npt.NDArray[np.fl
         raise BadInput(f"--seed must be 0 or more, not {seed}")
     gaps = np.random.default_rng([seed, 1]).exponential(1 / rate, requests)
     gaps[0] = 0.0
-    return np.cumsum(gaps).round(6)
+    seconds = np.cumsum(gaps)
+    if seconds[-1] > MAX_SECONDS:
+        raise BadInput(
+            f"{requests:,} requests at --rate {rate:g} take longer than {MAX_SECONDS:,} seconds: "
+            "give a larger rate"
+        )
+    return seconds.round(6)
 
 
 def lognormal(

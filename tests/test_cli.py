@@ -83,6 +83,19 @@ def test_an_interrupt_is_130(
     assert "Traceback" not in err
 
 
+def test_an_interrupt_in_the_loading_of_a_library_is_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries in C make an ImportError of it, as matplotlib's; another one is our own fault."""
+    failure = ImportError("initialization failed")
+    monkeypatch.setattr(door, "app", an_app_that_raises(failure))
+    with pytest.raises(ImportError):
+        kvalloc("", monkeypatch, capsys)
+    failure.__cause__ = KeyboardInterrupt()
+    code, out, err = kvalloc("", monkeypatch, capsys)
+    assert (code, out, err) == (130, "", "kvalloc: interrupted\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -119,6 +119,7 @@ def test_turns_share_the_conversation_so_far() -> None:
         ({"kind": "uniform", "seed": -1}, "--seed"),
         ({"kind": "uniform", "rate": -1.0}, "--rate"),
         ({"kind": "uniform", "rate": float("nan")}, "--rate"),
+        ({"kind": "uniform", "rate": 1e-6, "requests": 200_000}, "give a larger rate"),
         ({"kind": "uniform", "prompt": (0, 5)}, "--prompt"),
         ({"kind": "uniform", "prompt": (6, 5)}, "--prompt"),
         ({"kind": "uniform", "output": (-1, 5)}, "--output"),
