@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ from kvalloc.experiments import exp_concurrency
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.exp_concurrency import equal_requests
 from kvalloc.experiments.generators import generate
+from kvalloc.experiments.output import to_json
 from kvalloc.experiments.recorded import recorded
 from kvalloc.experiments.registry import NAMES, Report, find
 
@@ -221,3 +226,54 @@ def test_every_experiment_draws_its_quick_rows(name: str, tmp_path: Path) -> Non
     assert all(path.stat().st_size > 1000 for path in paths)
     if experiment.module.SIMULATED:
         assert "simulated" in (tmp_path / f"{experiment.stem}.svg").read_text().lower()
+
+
+MEASURED: dict[str, set[str]] = {
+    "block-size": {"books_us", "grow_us", "write_ms", "attend_ms", "tpot_ms", "tpot_p90_ms"},
+    "allocation-latency": {"us_p50", "us_p90", "us_p99", "us_max", "quantiles"},
+    "scaling": {"seconds", "us_per_request", "us_per_token"},
+    "timeline": {"total_ms", "share", "us_p50", "us_max", "events"},
+    "serve": {
+        *("seconds", "tokens_per_s", "events"),
+        *(f"{what}_ms_{p}" for what in ("tpot", "ttft") for p in ("p50", "p99")),
+        *(f"{part}_share" for part in ("allocate", "write", "attend", "model", "rest")),
+    },
+}
+"""What a clock decides; all the rest depends on the seed alone."""
+
+
+def settled(value: Any, measured: set[str]) -> Any:
+    """What does not depend on a clock: of measured lists the length, of other measured values
+    that they are there."""
+    if isinstance(value, dict):
+        return {
+            key: _shape(item) if key in measured else settled(item, measured)
+            for key, item in value.items()
+        }
+    return [settled(item, measured) for item in value] if isinstance(value, list) else value
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _shape(item) for key, item in value.items()}
+    return len(value) if isinstance(value, list) else None
+
+
+def test_quick_rows_depend_on_the_seed_alone() -> None:
+    """Another process, with other hashes, finds the same, apart from times."""
+    names = [name for name in NAMES if name != "serve" or find_spec("transformers")]
+    script = f"""
+        import json
+        from kvalloc.experiments.output import to_json
+        from kvalloc.tests.test_experiments import quick
+        print(to_json({{name: quick(name)[0] for name in {names}}}))
+    """
+    environ = {**os.environ, "PYTHONHASHSEED": "4242"}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as child:
+        here = json.loads(to_json({name: quick(name)[0] for name in names}))
+        there = json.loads(child.communicate(timeout=300)[0])
+    for name in names:
+        measured = MEASURED.get(name, set())
+        assert settled(there[name], measured) == settled(here[name], measured), name
+        assert not measured or there[name] != here[name], f"{name} was not measured anew"

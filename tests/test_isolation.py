@@ -93,8 +93,14 @@ def without_times(value: Any) -> Any:
     return [without_times(item) for item in value] if isinstance(value, list) else value
 
 
-def test_the_same_seed_gives_the_same_result_whatever_the_hashes() -> None:
-    command = "compare shared-prefix --account --model tiny --memory 8MiB --limit 60 --seed 3"
+@pytest.mark.parametrize(
+    "command",
+    [
+        "compare shared-prefix --account --model tiny --memory 8MiB --limit 60 --seed 3",
+        "compare chat --run --limit 4 --memory 8MiB --seed 3 -b contiguous:max -b paged:16 -b vmm",
+    ],
+)
+def test_the_same_seed_gives_the_same_result_whatever_the_hashes(command: str) -> None:
     results = []
     for hash_seed in ("0", "4242"):
         done = subprocess.run(
