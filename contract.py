@@ -180,6 +180,11 @@ class Allocator(ABC):
         """Move a sequence to host memory.
 
         It keeps its name and length; what it alone held becomes free.
+
+        Raises
+        ------
+        MemoryError
+            A cache, and the host has no memory for the tokens; nothing changed.
         """
 
     @abstractmethod

@@ -9,7 +9,8 @@ refuses in ``__init__`` what no kernel reads; ``close`` ends with ``seal(self)``
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, NoReturn, TypeVar
 
 import numpy as np
@@ -238,6 +239,20 @@ def check_device(device: torch.device | str) -> torch.device:
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"torch finds no GPU for {device!r}: use device='cpu'")
     return where
+
+
+@contextmanager
+def host_memory() -> Iterator[None]:
+    """Copy to the host here: memory that is not there is a ``MemoryError`` with its remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise MemoryError(
+            "the host has no memory for a copy of the sequence: release it and compute it again, "
+            "or free some"
+        ) from error
 
 
 def made(make: Callable[..., torch.Tensor], *shape: int, **options: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ..tensors import (
     check_lens,
     check_tensors,
     default_layout,
+    host_memory,
     made,
     newest,
     on_device,
@@ -172,7 +173,8 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
             arena[start : start + length] = arena[source : source + length]
 
     def _read(self, start: int, length: int) -> list[torch.Tensor]:
-        return [arena[start : start + length].to("cpu", copy=True) for arena in self._arenas()]
+        with host_memory():
+            return [arena[start : start + length].to("cpu", copy=True) for arena in self._arenas()]
 
     def _write_back(self, start: int, length: int, contents: list[torch.Tensor]) -> None:
         for arena, saved in zip(self._arenas(), contents, strict=True):

@@ -17,6 +17,7 @@ from ..tensors import (
     check_lens,
     check_tensors,
     default_layout,
+    host_memory,
     made,
     newest,
     on_device,
@@ -129,7 +130,8 @@ class PagedKVCache(PagedAllocator, KVCache):
 
     def _read(self, row: int, g: int, begin: int, end: int) -> list[torch.Tensor]:
         pages = self._index(self._table.of_row(row, self._columns[g], begin, end))
-        return [pool[pages].cpu() for pool in (*self._k, *self._v)]
+        with host_memory():
+            return [pool[pages].cpu() for pool in (*self._k, *self._v)]
 
     def _write_back(
         self, row: int, g: int, begin: int, end: int, contents: list[torch.Tensor]

@@ -9,6 +9,7 @@ import torch
 from ..contract import OutOfMemory
 from ..pages.pool import PageIds
 from ..pages.table import RowPages
+from ..tensors import host_memory
 from .driver import DriverError
 from .locked import LockedVmmAllocator
 from .physical import PhysicalPool
@@ -66,7 +67,8 @@ class BackedVmmAllocator(LockedVmmAllocator):
     # ------------------------------------------------------------------ contents of pages
 
     def _read(self, row: int, g: int, begin: int, end: int) -> list[torch.Tensor]:
-        return [spot.cpu().clone() for spot in self._space.spots(row, g, begin, end)]
+        with host_memory():
+            return [spot.cpu().clone() for spot in self._space.spots(row, g, begin, end)]
 
     def _write_back(
         self, row: int, g: int, begin: int, end: int, contents: list[torch.Tensor]
