@@ -169,15 +169,18 @@ if {short_of!r} == "memory":
 else:
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 cache.admit("b", 9); write(cache, "b", 2)
+def check():
+    cache.check_invariants()
+    assert driver.bytes_in_use == cache.physical.num_created * 16 * P
 for _ in range(3):
     say(error_of(lambda: cache.admit("c", 9), OutOfMemory, DriverError))
-    cache.check_invariants()
+    check()
 def grow():
     if refused := cache.grow(["a", "b"], 1100):
         raise refused["a"]
 say(error_of(grow, OutOfMemory, DriverError))
 assert cache.length("a") == cache.length("b") == 9
-cache.check_invariants()
+check()
 assert holds(cache, "a", 1) and holds(cache, "b", 2)
 assert not cache.grow(["a", "b"]), "the page that they have"
 write(cache, "b", 2)

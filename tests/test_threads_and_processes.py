@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from random import Random
 
@@ -112,6 +112,16 @@ class Served:
         return thread
 
 
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """Threads change places a thousand times as often as usual."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(before / 1000)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("name", CACHES)
 def test_one_thread_reads_while_another_grows(name: str) -> None:
     """Two threads with one lock around their verbs, and the mapper, which has a lock of its own."""
@@ -125,6 +135,30 @@ def test_one_thread_reads_while_another_grows(name: str) -> None:
         assert served.num_read
         if isinstance(cache, VmmKVCache) and cache.mapper is not None:
             assert cache.mapper.num_pages and not cache.mapper.num_failures
+
+
+def test_close_waits_for_the_page_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mapper must not put a page under addresses that are given up."""
+    cache = VmmKVCache(SMALL, MEMORY, PAGE, ahead_tokens=64)
+    mapper, map_ahead = cache.mapper, cache.map_ahead
+    begun, may_end = threading.Event(), threading.Event()
+
+    def slowly(row: int, distance: int, depth: int) -> int:
+        begun.set()
+        assert may_end.wait(60)
+        return map_ahead(row, distance, depth)
+
+    monkeypatch.setattr(cache, "map_ahead", slowly)
+    cache.admit("a", 60)
+    assert mapper is not None and begun.wait(60)
+    closing = threading.Thread(target=cache.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive(), "closed while the mapper is at work"
+    may_end.set()
+    closing.join(60)
+    assert not closing.is_alive() and not mapper._thread.is_alive()
+    assert mapper.num_pages and not mapper.num_failures
 
 
 TWO = """
@@ -244,6 +278,7 @@ caches.append(caches)  # a cycle
 def work():
     while True:
         caches[3].grow(["a"])
+        caches[3].write(0, ["a"], torch.ones(1, 1, 16), torch.ones(1, 1, 16))
         caches[3].truncate("a", 90)
 
 threading.Thread(target=work, daemon=True).start()
