@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
+import torch
 
 from kvalloc.tests.host_memory import G, file_bytes, is_reserved, mapped, peek, poke, shared_bytes
 from kvalloc.vmm import system
@@ -223,7 +226,9 @@ def test_random_calls_agree_with_a_model(seed: int) -> None:
     driver.close()
 
 
-def test_several_threads_share_a_driver(driver: HostDriver) -> None:
+def test_several_threads_share_a_driver(driver: HostDriver, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)  # they change places wherever they can
     bases, errors = [driver.reserve(4 * G) for _ in range(4)], []
 
     def work(base: int) -> None:
@@ -246,3 +251,34 @@ def test_several_threads_share_a_driver(driver: HostDriver) -> None:
         thread.join()
     assert not errors
     assert driver.bytes_in_use == file_bytes(driver) == 0
+
+
+VERBS: dict[str, Callable[[HostDriver, int, list[int]], object]] = {
+    "reserve": lambda driver, at, pages: driver.reserve(G),
+    "create": lambda driver, at, pages: driver.create(G),
+    "map": lambda driver, at, pages: driver.map(at + 2 * G, G, pages[0]),
+    "allow": lambda driver, at, pages: driver.allow(at, G),
+    "unmap": lambda driver, at, pages: driver.unmap(at, G),
+    "release": lambda driver, at, pages: driver.release(pages[2]),
+    "tensor": lambda driver, at, pages: driver.tensor(at, (8,), torch.uint8),
+    "close": lambda driver, at, pages: driver.close(),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_of_two_threads_take_turns(driver: HostDriver, verb: str) -> None:
+    """Each waits for the one that has the books, and for the one that has the memory file."""
+    address, pages = mapped(driver, 2, 1)
+    pages.append(driver.create(G))
+    locks = [driver._lock]
+    if verb in ("create", "release"):
+        locks.append(driver._file._lock)
+    for lock in locks:
+        thread = threading.Thread(target=VERBS[verb], args=(driver, address, pages))
+        with lock:
+            thread.start()
+            thread.join(0.05)
+            assert thread.is_alive(), f"{verb} did not wait"
+        thread.join(60)
+        assert not thread.is_alive()
+        pages[2] = driver.create(G) if verb == "release" else pages[2]

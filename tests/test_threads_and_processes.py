@@ -137,6 +137,37 @@ def test_one_thread_reads_while_another_grows(name: str) -> None:
             assert cache.mapper.num_pages and not cache.mapper.num_failures
 
 
+VERBS: dict[str, Callable[[VmmKVCache], object]] = {
+    "admit": lambda cache: cache.admit("new", 9),
+    "grow": lambda cache: cache.grow(["a"]),
+    "fork": lambda cache: cache.fork("a", "child"),
+    "truncate": lambda cache: cache.truncate("a", 9),
+    "offload": lambda cache: cache.offload("a"),
+    "restore": lambda cache: cache.restore("away"),
+    "release": lambda cache: cache.release("a"),
+    "reclaim": lambda cache: cache.reclaim(),
+    "usage": lambda cache: cache.usage(),
+    "check_invariants": lambda cache: cache.check_invariants(),
+    "close": lambda cache: cache.close(),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_verb_comes_between_the_mapper_and_its_page(verb: str) -> None:
+    """While the mapper has the books, every verb that reads or changes them waits."""
+    with VmmKVCache(SMALL, MEMORY, PAGE) as cache:
+        for seq in ("a", "away"):
+            cache.admit(seq, 60)
+        cache.offload("away")
+        thread = threading.Thread(target=VERBS[verb], args=(cache,))
+        with cache.pool.lock:  # as the mapper does
+            thread.start()
+            thread.join(0.05)
+            assert thread.is_alive(), f"{verb} did not wait"
+        thread.join(60)
+        assert not thread.is_alive()
+
+
 def test_close_waits_for_the_page_in_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mapper must not put a page under addresses that are given up."""
     cache = VmmKVCache(SMALL, MEMORY, PAGE, ahead_tokens=64)
