@@ -9,9 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from kvalloc.experiments.registry import NAMES
+from kvalloc.tests.conformance.conformance import compiler
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "killpg"), reason="process groups are of POSIX")
 
@@ -147,3 +151,79 @@ sys.meta_path.insert(0, Finder())
 import kvalloc.experiments.__main__
 """
     require_interrupted(started(["-c", script], tmp_path), tmp_path)
+
+
+# One after the other in one child, which is loaded once: folder, hook and command of each.
+SEVERAL = """
+import contextlib, io, json, os, signal, sys
+from importlib import import_module
+from kvalloc.experiments.__main__ import main
+
+for folder, module, name, count, *command in json.load(sys.stdin):
+    owner, _, method = name.rpartition(".")
+    where = import_module(module)
+    target = getattr(where, owner) if owner else where
+    inner, left = getattr(target, method), [count]
+
+    def hooked(*arguments, inner=inner, left=left, **options):
+        left[0] -= 1
+        if left[0] == 0:
+            os.killpg(0, signal.SIGINT)
+        return inner(*arguments, **options)
+
+    setattr(target, method, hooked)
+    os.mkdir(folder)
+    os.chdir(folder)
+    sys.argv[:] = ["kvalloc", *command]
+    said, code = io.StringIO(), 0
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            main()
+        except SystemExit as stop:
+            code = stop.code
+    os.chdir("..")
+    setattr(target, method, inner)
+    print(json.dumps([command, code, said.getvalue()]), flush=True)
+"""
+PROGRESS = ("rich.progress", "Progress.update", 2)
+COVERED = {"policies", "serve"}  # above
+LOOKS = {
+    **{f"run {name} --quick": PROGRESS for name in NAMES if name not in COVERED},
+    "bench attention --quick --rounds 1": ("kvalloc.experiments.attention_rounds", "timed", 9),
+    "bench driver --rounds 30": ("kvalloc.vmm.host", "HostDriver.map", 50),
+    "bench mapped": ("kvalloc.kernels.attention", "attend", 3),
+    "trace describe chat": ("kvalloc.experiments.trace_command", "summarise", 1),
+    "trace convert chat chat.csv": ("tempfile", "mkstemp", 1),
+    "size --model tiny --context 9 --json size.json": ("os", "replace", 1),
+}
+if find_spec("transformers"):
+    LOOKS["bench cache --context 64 --rounds 3"] = (
+        "kvalloc.experiments.cache_rounds", "Subject.filled", 9,
+    )  # fmt: skip
+if compiler() is not None:
+    LOOKS["gpu-check --dry"] = ("subprocess", "Popen.communicate", 1)
+
+
+def test_an_interrupt_ends_each_command_with_130_and_no_file(tmp_path: Path) -> None:
+    cases = [
+        [str(number), *hook, *command.split()]
+        for number, (command, hook) in enumerate(LOOKS.items())
+    ]
+    child = subprocess.run(
+        [sys.executable, "-c", SEVERAL],
+        cwd=tmp_path,
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert child.returncode == 0, child.stderr
+    results = [json.loads(line) for line in child.stdout.splitlines()]
+    assert [" ".join(command) for command, _, _ in results] == list(LOOKS)
+    for command, code, said in results:
+        assert code == 130, (command, said)
+        assert said.count("kvalloc: interrupted\n") == 1 and "Traceback" not in said, said
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
