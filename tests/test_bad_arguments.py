@@ -113,6 +113,9 @@ BOOKS: dict[str, Callable[[], Allocator]] = {
     "contiguous": lambda: ContiguousAllocator(SLOTS, 1 << 42),
     "paged": lambda: PagedAllocator(SLOTS, 1 << 42, 1 << 24),
     "vmm": lambda: VmmAllocator(SLOTS, 1 << 42, 1 << 24),
+    "exact": lambda: ContiguousAllocator(SLOTS, 1 << 42, policy="exact"),
+    "buddy": lambda: ContiguousAllocator(SLOTS, 1 << 42, placement="buddy"),
+    "interleaved": lambda: VmmAllocator(SLOTS, 1 << 42, 1 << 24, layout="interleaved"),
 }
 
 
