@@ -42,7 +42,8 @@ test-transformers-old: ## Test what uses transformers with the oldest one (an en
 soak: $(STAMP) ## A million random operations on all backends, out/soak.json; ARGS="--operations N --seed S"
 	$(BIN)/python -m kvalloc.tests.soak $(ARGS)
 
-coverage: $(STAMP) ## Run the tests and show which lines none of them reaches; htmlcov/ in colour
+coverage: $(STAMP) ## Run the tests and show which lines none of them reaches; build/coverage/html in colour
+	@mkdir -p build/coverage
 	$(PYTEST) --cov=kvalloc --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)
 
 check: lint types docs ## Format, lint, types, docs, tests; CI adds test-transformers-old
@@ -87,7 +88,7 @@ format: $(STAMP) ## Reformat and mend what the linter can
 	$(BIN)/ruff check --fix .
 
 clean: ## Remove caches and builds (results in out/ stay)
-	rm -rf build dist kvalloc.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage htmlcov
+	rm -rf build dist kvalloc.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the environment as well
