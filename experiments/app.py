@@ -6,21 +6,14 @@ from typing import Annotated
 
 import typer
 
-from . import (
-    bench_allocators,
-    bench_attention,
-    bench_cache,
-    bench_driver,
-    bench_mapped,
-    compare_command,
-    gpu_check_command,
-    plot_command,
-    report_command,
-    run_command,
-    size_command,
-    sweep_command,
-    trace_command,
-)
+from . import compare_command, plot_command, run_command, size_command, sweep_command, trace_command
+from .bench import allocators as bench_allocators
+from .bench import attention as bench_attention
+from .bench import cache as bench_cache
+from .bench import driver as bench_driver
+from .bench import mapped as bench_mapped
+from .gpu import command as gpu_check_command
+from .report import command as report_command
 
 app = typer.Typer(
     name="kvalloc",

@@ -171,8 +171,8 @@ def _with_progress(trace: Trace, settings: Settings, *, quiet: bool) -> dict[str
 
 def _show(result: dict[str, Any], out: Path) -> None:
     """Figures first, so that the table can say where they are."""
-    from .figures import draw
-    from .tables import compare_table
+    from .compare_figures import draw
+    from .compare_tables import compare_table
 
     console = Console()
     for notice in result["trace"]["notices"]:

@@ -46,7 +46,7 @@ def plot(
 
     Each figure is written as SVG and PNG; the same JSON gives the same bytes.
     """
-    from .figures import draw
+    from .compare_figures import draw
 
     def notify(sentence: str) -> None:
         typer.echo(f"kvalloc: {sentence}", err=True)

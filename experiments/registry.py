@@ -97,7 +97,7 @@ def find(name: str) -> Experiment:
         near = difflib.get_close_matches(name, NAMES, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(NAMES)}"
         raise BadInput(f"there is no experiment {name!r}; {hint}")
-    module: Any = import_module(f".exp_{name.replace('-', '_')}", __package__)
+    module: Any = import_module(f".questions.{name.replace('-', '_')}", __package__)
     paragraphs = [" ".join(part.split()) for part in module.__doc__.split("\n\n")]
     refuted = [part for part in paragraphs if part.startswith(REFUTED)]
     assert len(refuted) == 1, f"{name} does not say what would refute it"

@@ -14,7 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import bench_allocators, bench_cache, bench_driver, bench_mapped
+from .bench import allocators as bench_allocators
+from .bench import cache as bench_cache
+from .bench import driver as bench_driver
+from .bench import mapped as bench_mapped
 from .environment import in_short
 from .errors import BadInput
 from .output import write_atomic

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .attention_figure import plot as plot_attention
-from .bench_cache import plot as plot_cache
+from .bench.attention_figure import plot as plot_attention
+from .bench.cache import plot as plot_cache
 from .built_in_traces import hole
 from .compare import Settings, compare
+from .compare_figures import draw
 from .errors import BadInput
-from .figures import draw
 from .output import write_atomic
 from .registry import NAMES, find
 from .results_docs import DOCS, RESULTS

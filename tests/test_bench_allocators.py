@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvalloc.experiments import bench_allocators
-from kvalloc.experiments.bench_allocators import Config, replay_canonical, run
+from kvalloc.experiments.bench import allocators as bench_allocators
+from kvalloc.experiments.bench.allocators import Config, replay_canonical, run
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.generators import generate
 from kvalloc.experiments.scheduler import Scheduler

@@ -12,11 +12,11 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from kvalloc.experiments import bench_attention
-from kvalloc.experiments.attention_figure import plot, sweep
-from kvalloc.experiments.attention_points import Point, candidates
-from kvalloc.experiments.attention_rounds import kv_bytes
-from kvalloc.experiments.bench_attention import Config, points, run
+from kvalloc.experiments.bench import attention as bench_attention
+from kvalloc.experiments.bench.attention import Config, points, run
+from kvalloc.experiments.bench.attention_figure import plot, sweep
+from kvalloc.experiments.bench.attention_points import Point, candidates
+from kvalloc.experiments.bench.attention_rounds import kv_bytes
 from kvalloc.experiments.errors import BadInput
 from kvalloc.kernels import paged_numba
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("transformers", reason="the extra [transformers] is missing")
 
-from kvalloc.experiments import bench_cache
-from kvalloc.experiments.bench_cache import Config, run
+from kvalloc.experiments.bench import cache as bench_cache
+from kvalloc.experiments.bench.cache import Config, run
 from kvalloc.experiments.errors import BadInput
 from kvalloc.tests.hf_models import one_thread
 

@@ -10,8 +10,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvalloc.experiments import bench_driver
-from kvalloc.experiments.bench_driver import NUM_WARM_UP, Config, run
+from kvalloc.experiments.bench import driver as bench_driver
+from kvalloc.experiments.bench.driver import NUM_WARM_UP, Config, run
 from kvalloc.experiments.errors import BadInput
 
 if not hasattr(os, "memfd_create"):

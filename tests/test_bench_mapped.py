@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvalloc.contract import DenseView
-from kvalloc.experiments import bench_mapped
-from kvalloc.experiments.mapped_rounds import _check_alike
+from kvalloc.experiments.bench import mapped as bench_mapped
+from kvalloc.experiments.bench.mapped_rounds import _check_alike
 
 
 def test_rows_are_timed_for_every_layout_and_shape() -> None:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from kvalloc.contiguous import ContiguousAllocator
 from kvalloc.experiments.app import app
 from kvalloc.experiments.built_in_traces import article
-from kvalloc.experiments.figures import draw
+from kvalloc.experiments.compare_figures import draw
 from kvalloc.experiments.scheduler import Scheduler
 from kvalloc.experiments.specs import parse_spec
 from kvalloc.geometry import SLOTS

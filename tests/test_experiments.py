@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from kvalloc.experiments import exp_concurrency
 from kvalloc.experiments.errors import BadInput
-from kvalloc.experiments.exp_concurrency import equal_requests
 from kvalloc.experiments.generators import generate
 from kvalloc.experiments.output import to_json
+from kvalloc.experiments.questions import concurrency as exp_concurrency
+from kvalloc.experiments.questions.concurrency import equal_requests
 from kvalloc.experiments.recorded import recorded
 from kvalloc.experiments.registry import NAMES, Report, find
 

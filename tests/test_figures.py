@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvalloc.experiments import exp_serve, exp_timeline, plot_command, style
+from kvalloc.experiments import plot_command, style
 from kvalloc.experiments.address_space import (
     Block,
     Run,
@@ -23,9 +23,11 @@ from kvalloc.experiments.address_space import (
     merge,
     read_rows,
 )
+from kvalloc.experiments.compare_figures import draw
 from kvalloc.experiments.errors import BadInput
-from kvalloc.experiments.figures import draw
 from kvalloc.experiments.plot_command import read_compare
+from kvalloc.experiments.questions import serve as exp_serve
+from kvalloc.experiments.questions import timeline as exp_timeline
 from kvalloc.experiments.refusal_marks import clear_band
 from kvalloc.tests.compare_example import compare_example
 

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvalloc.experiments import gpu_check, gpu_flash, gpu_mapped
 from kvalloc.experiments.compare_command import choose_device
 from kvalloc.experiments.errors import BadInput
-from kvalloc.experiments.gpu_stage import CheckFailed, NotHere, StageReport, Target, require
+from kvalloc.experiments.gpu import check as gpu_check
+from kvalloc.experiments.gpu import flash as gpu_flash
+from kvalloc.experiments.gpu import mapped as gpu_mapped
+from kvalloc.experiments.gpu.stage import CheckFailed, NotHere, StageReport, Target, require
 from kvalloc.tests.conformance import conformance
 
 NEEDS_NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -214,10 +216,12 @@ def test_stages_need_no_library_of_the_command_line(tmp_path: Path) -> None:
         for name in ("typer", "rich", "matplotlib", "numba", "pytest"):
             sys.modules[name] = None
         from pathlib import Path
-        from kvalloc.experiments import gpu_check
+        from kvalloc.experiments.gpu import check as gpu_check
         for stage in gpu_check.STAGES:
-            __import__(f"kvalloc.experiments.gpu_{{stage.name}}")
-        for name in ("compare", "readers", "specs", "attention_points", "attention_rounds"):
+            __import__(f"kvalloc.experiments.gpu.{{stage.name}}")
+        for name in ("attention_points", "attention_rounds"):
+            __import__(f"kvalloc.experiments.bench.{{name}}")
+        for name in ("compare", "readers", "specs"):
             __import__(f"kvalloc.experiments.{{name}}")
         print(gpu_check.run_stage("vmm", "cpu", Path({str(tmp_path)!r}), 1.0))
     """

@@ -15,14 +15,14 @@ pytest.importorskip("transformers", reason="the extra [transformers] is missing"
 
 from transformers import DynamicCache
 
-from kvalloc.experiments import exp_serve
 from kvalloc.experiments.errors import BadInput
-from kvalloc.experiments.exp_serve import Config, serve
+from kvalloc.experiments.questions import serve as exp_serve
+from kvalloc.experiments.questions.serve import Config, serve
+from kvalloc.experiments.questions.serve_engine import prompt_ids
+from kvalloc.experiments.questions.serve_model import random_model, serving
+from kvalloc.experiments.questions.serve_rows import NUM_FORWARDS, PARTS, Served, answers_of
 from kvalloc.experiments.registry import Report, find
 from kvalloc.experiments.scheduling import OnFailure
-from kvalloc.experiments.serve_engine import prompt_ids
-from kvalloc.experiments.serve_model import random_model, serving
-from kvalloc.experiments.serve_rows import NUM_FORWARDS, PARTS, Served, answers_of
 from kvalloc.experiments.trace import Trace
 from kvalloc.geometry import KVGeometry
 from kvalloc.tests.hf_models import CACHE, one_thread

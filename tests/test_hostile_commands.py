@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from kvalloc.experiments import figures
+from kvalloc.experiments import compare_figures as figures
 from kvalloc.experiments.app import app
 from kvalloc.tests.command import kvalloc
 

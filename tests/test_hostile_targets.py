@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from kvalloc.experiments import gpu_check
+from kvalloc.experiments.gpu import check as gpu_check
 from kvalloc.experiments.registry import NAMES
 from kvalloc.tests.command import kvalloc
 
@@ -18,11 +18,11 @@ BENCHES = ("allocators", "attention", "cache", "driver", "mapped")
 WORK = {
     "compare article --account --slots 80": "compare_command._with_progress",
     "sweep -t burst -b paged:16 --model tiny --memory 1MiB": "sweep_command.sweep",
-    "plot made/compare.json": "figures.draw",
-    "report made": "report_command.write_atomic",
-    "gpu-check": "gpu_check._run_stage",
-    **{f"bench {name}": f"bench_{name}.run" for name in BENCHES},
-    **{f"run {name} --quick": f"exp_{name.replace('-', '_')}.run" for name in NAMES},
+    "plot made/compare.json": "compare_figures.draw",
+    "report made": "report.command.write_atomic",
+    "gpu-check": "gpu.check._run_stage",
+    **{f"bench {name}": f"bench.{name}.run" for name in BENCHES},
+    **{f"run {name} --quick": f"questions.{name.replace('-', '_')}.run" for name in NAMES},
     "trace generate uniform": "trace_command.generate",
     "size --model tiny --context 10": "size_command.json",
     "trace describe article": "trace_command.json",

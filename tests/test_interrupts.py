@@ -51,7 +51,7 @@ MOMENTS = {
         "compare hole -b contiguous:max -b vmm --memory 16MiB",
     ),
     "compare, before its figures": (
-        "kvalloc.experiments.figures draw 1",
+        "kvalloc.experiments.compare_figures draw 1",
         "compare article --account --slots 80",
     ),
     "compare, as a file is renamed": (
@@ -60,11 +60,11 @@ MOMENTS = {
     ),
     "run": (f"{STEP} 20", "run policies --quick"),
     "bench": (
-        "kvalloc.experiments.bench_allocators _in_a_process 2",
+        "kvalloc.experiments.bench.allocators _in_a_process 2",
         "bench allocators --requests 200",
     ),
     "run serve, in the model": (
-        "kvalloc.experiments.serve_engine ServeEngine._forward 9",
+        "kvalloc.experiments.questions.serve_engine ServeEngine._forward 9",
         "run serve --quick",
     ),
     "run serve, in a verb of the cache": (
@@ -72,12 +72,12 @@ MOMENTS = {
         "run serve --quick",
     ),
     "report, in a figure": (
-        "kvalloc.experiments.figures draw 1",
+        "kvalloc.experiments.compare_figures draw 1",
         "report made",
     ),
     "report, as the page is renamed": ("os replace 5", "report made"),
     "sweep": ("kvalloc.experiments.sweep write_atomic 2", SWEEP),
-    "plot": ("kvalloc.experiments.figures draw 1", "plot made/compare.json --out out"),
+    "plot": ("kvalloc.experiments.compare_figures draw 1", "plot made/compare.json --out out"),
     "trace generate": (
         "kvalloc.experiments.generators poisson_arrivals 1",
         "trace generate sharegpt --out share.csv",
@@ -189,7 +189,11 @@ PROGRESS = ("rich.progress", "Progress.update", 2)
 COVERED = {"policies", "serve"}  # above
 LOOKS = {
     **{f"run {name} --quick": PROGRESS for name in NAMES if name not in COVERED},
-    "bench attention --quick --rounds 1": ("kvalloc.experiments.attention_rounds", "timed", 9),
+    "bench attention --quick --rounds 1": (
+        "kvalloc.experiments.bench.attention_rounds",
+        "timed",
+        9,
+    ),
     "bench driver --rounds 30": ("kvalloc.vmm.host", "HostDriver.map", 50),
     "bench mapped": ("kvalloc.kernels.attention", "attend", 3),
     "trace describe chat": ("kvalloc.experiments.trace_command", "summarise", 1),
@@ -198,7 +202,7 @@ LOOKS = {
 }
 if find_spec("transformers"):
     LOOKS["bench cache --context 64 --rounds 3"] = (
-        "kvalloc.experiments.cache_rounds", "Subject.filled", 9,
+        "kvalloc.experiments.bench.cache_rounds", "Subject.filled", 9,
     )  # fmt: skip
 if compiler() is not None:
     LOOKS["gpu-check --dry"] = ("subprocess", "Popen.communicate", 1)

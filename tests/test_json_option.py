@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvalloc.experiments import bench_attention
+from kvalloc.experiments.bench import attention as bench_attention
 from kvalloc.tests.command import kvalloc
 
 ATTENTION = bench_attention.Config(

@@ -102,7 +102,7 @@ def test_every_module_imports_and_its_examples_are_true() -> None:
         if file.name != "__main__.py"
     ]
     if find_spec("transformers") is None:  # an extra
-        rooms = ("cache_rounds", "serve_engine", "serve_model")
+        rooms = ("bench.cache_rounds", "questions.serve_engine", "questions.serve_model")
         needs = ("kvalloc.hf", *(f"kvalloc.experiments.{room}" for room in rooms))
         names = [name for name in names if not name.startswith(needs)]
     script = (
@@ -144,7 +144,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     shipped = {name for name in names if not name.startswith(f"{info}/")}
     pages = {
         f"kvalloc/{file.relative_to(ROOT).as_posix()}"
-        for file in ROOT.glob("experiments/templates/*")
+        for file in ROOT.glob("experiments/report/templates/*")
     }
     assert len(pages) >= 4, "what the report is made of"
     modules = {f"kvalloc/{file.as_posix()}" for file in MODULES}

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvalloc.experiments import readers_source
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.readers import read_trace
+from kvalloc.experiments.readers import source as readers_source
 from kvalloc.tests.hostile_traces import ROWS, mutated, trace_or_sentence
 
 
@@ -116,7 +116,7 @@ def test_lines_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_object_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvalloc.experiments.readers_jsonl.MAX_LINE", 1000)
+    monkeypatch.setattr("kvalloc.experiments.readers.jsonl.MAX_LINE", 1000)
     path = tmp_path / "t"
     path.write_text(json.dumps({"requests": [{"t": 0, "in": 1, "out": 1}] * 100}, indent=1))
     with pytest.raises(BadInput, match="not valid JSON"):

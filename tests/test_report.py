@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvalloc.experiments.app import bench
-from kvalloc.experiments.report_tables import MODULES
+from kvalloc.experiments.report.tables import MODULES
 from kvalloc.experiments.style import backend_style
 from kvalloc.tests.command import kvalloc
 from kvalloc.tests.compare_example import compare_example

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvalloc.experiments.tables import compare_table, what_to_look_at
+from kvalloc.experiments.compare_tables import compare_table, what_to_look_at
 from kvalloc.tests.compare_example import compare_example, requests
 
 

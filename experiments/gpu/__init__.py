@@ -1,0 +1,1 @@
+"""``kvalloc gpu-check``: one module per stage, each in a process of its own."""

@@ -1,0 +1,1 @@
+"""What ``kvalloc run`` answers: one module per question, found by its name."""

@@ -1,0 +1,1 @@
+"""``kvalloc report``: a folder of results as one HTML page."""
