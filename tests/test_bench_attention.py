@@ -128,7 +128,7 @@ def test_draws_both_sweeps(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> typer.Typer:
-    monkeypatch.setattr(bench_attention, "quick", lambda config: TINY)
+    monkeypatch.setattr(bench_attention, "QUICK", TINY)
     app = typer.Typer()
     bench_attention.register(app)
     app.callback()(lambda: None)  # so that the command keeps its name
@@ -142,6 +142,13 @@ def test_the_command_prints_strict_json_alone(small: typer.Typer) -> None:
     assert document["experiment"] == "bench_attention"
     assert document["settings"]["kv_heads"] == 2
     assert len(document["rows"]) == 18
+
+
+def test_quick_has_smaller_defaults_and_no_more(small: typer.Typer) -> None:
+    words = ["attention", "--quick", "--block", "2", "--rounds", "1", "--json", "-"]
+    settings = json.loads(CliRunner().invoke(small, words).stdout)["settings"]
+    assert (settings["page_sizes"], settings["rounds"]) == ([2], 1)
+    assert settings["tokens"] == TINY.tokens
 
 
 def test_the_command_writes_json_and_figure(small: typer.Typer, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_attention, "quick", lambda config: ATTENTION)
+    monkeypatch.setattr(bench_attention, "QUICK", ATTENTION)
 
 
 def require_what_it_needs(name: str) -> None:

@@ -66,10 +66,8 @@ class Config:
     """K and V together must exceed the caches."""
 
 
-def quick(config: Config) -> Config:
-    """A small form, seconds long, to see that it works."""
-    return replace(config, page_sizes=(16, 256), contexts=(1024,), context=2048,
-                   tokens=16384, rounds=3)  # fmt: skip
+QUICK = Config(page_sizes=(16, 256), contexts=(1024,), context=2048, tokens=16384, rounds=3)
+"""A small form, seconds long, to see that it works."""
 
 
 def register(bench: typer.Typer) -> None:
@@ -167,12 +165,15 @@ def attention_command(
         list[int] | None,
         typer.Option("--block", metavar="TOKENS", help="Repeat it (default: 1, 8, 16, … 256)."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens in every batch.")] = Config.tokens,
+    tokens: Annotated[
+        int | None, typer.Option(help=f"Tokens in every batch (default: {Config.tokens}).")
+    ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, max=MOST_ROUNDS, help="Timed rounds.")
-    ] = Config.rounds,
-    small: Annotated[
-        bool, typer.Option("--quick", help="A small form, seconds long, to see that it works.")
+        int | None,
+        typer.Option(min=1, max=MOST_ROUNDS, help=f"Timed rounds (default: {Config.rounds})."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smaller defaults: seconds, to see that it works.")
     ] = False,
     out: Annotated[
         Path, typer.Option(help="Folder for bench_attention.json and the figure.")
@@ -191,15 +192,17 @@ def attention_command(
     [bold]of copy[/bold]: over those that a copy reads and writes; [bold]× dense[/bold]: time
     over that of the best stock dense kernel of the same batch.
     """
-    config = Config(
-        page_sizes=tuple(page_size or Config.page_sizes),
-        contexts=tuple(n for n in Config.contexts if n <= tokens),
+    default = QUICK if quick else Config()
+    tokens = default.tokens if tokens is None else tokens
+    config = replace(
+        default,
+        page_sizes=tuple(page_size or default.page_sizes),
+        contexts=tuple(n for n in default.contexts if n <= tokens),
         tokens=tokens,
         device=device,
         dtype=_dtype(dtype or ("float32" if device == "cpu" else "bfloat16")),
-        rounds=rounds,
+        rounds=rounds or default.rounds,
     )
-    config = quick(config) if small else config
     require_folder(out, json)
     with progress_bar("points", quiet=json == "-") as progress:
         rows = run(config, progress)
