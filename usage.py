@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Usage(NamedTuple):
-    """Where the bytes are. One token is one byte where there is no geometry.
+    """Where the bytes are. With the geometry ``SLOTS`` one token is one byte.
 
     ``reserved + free == capacity`` and ``live + reservation + tail == reserved``, always.
 

@@ -1,0 +1,1 @@
+"""The command line: traces, the scheduler that replays them, and what is asked of a replay."""

@@ -40,7 +40,7 @@ class Block(NamedTuple):
 
 
 def read_rows(owners: dict[str, Any]) -> Iterator[tuple[int, list[Run]]]:
-    """Each recorded step and its runs by address; see ``figures.draw`` for the format."""
+    """Each recorded step and its runs by address; see ``compare_figures.draw`` for the format."""
     for step, row in zip(owners["steps"], owners["rows"], strict=True):
         yield (
             step,

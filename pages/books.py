@@ -3,7 +3,7 @@
 Rows are numbers of sequences; the verbs, which take names, are in ``allocator`` and ``moves``.
 Backends differ in where the pages are seen (through a block table, or at consecutive virtual
 addresses) and in what happens when a page is put under a row (nothing, or driver calls): the
-hooks at the end.
+hooks at the end, and in ``leaving`` what becomes of the pages that a row gives up.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import pytest
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.generators import generate
 from kvalloc.experiments.output import to_json
-from kvalloc.experiments.questions import concurrency as exp_concurrency
+from kvalloc.experiments.questions import concurrency
 from kvalloc.experiments.questions.concurrency import equal_requests
 from kvalloc.experiments.recorded import recorded
 from kvalloc.experiments.registry import NAMES, Report, find
@@ -103,7 +103,7 @@ def test_pages_and_batches_of_vattention() -> None:
 
 def test_sixty_four_against_five_hundred_and_twelve() -> None:
     running = {
-        name: equal_requests(name, exp_concurrency.CONFIG, Report())["running"]
+        name: equal_requests(name, concurrency.CONFIG, Report())["running"]
         for name in ("contiguous:limit", "paged:16", "vmm:64KiB", "vmm:2MiB")
     }
     assert list(running.values()) == [64, 512, 512, 256]
@@ -117,8 +117,8 @@ def test_lengths_that_differ_keep_the_factor() -> None:
     assert mixed[0]["factor"] == 1 and mixed[1]["factor"] > 8 and mixed[2]["factor"] > 8
     assert mixed[1]["requests"] == "mixed" and "stand in" in report.notices[0]
     with pytest.raises(BadInput, match="give less memory"):
-        config = replace(exp_concurrency.QUICK, requests=3)
-        exp_concurrency.recorded_requests("paged:16", config, Report())
+        config = replace(concurrency.QUICK, requests=3)
+        concurrency.recorded_requests("paged:16", config, Report())
 
 
 def test_hits_are_those_of_a_count_by_hand() -> None:

@@ -26,8 +26,7 @@ from kvalloc.experiments.address_space import (
 from kvalloc.experiments.compare_figures import draw
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.plot_command import read_compare
-from kvalloc.experiments.questions import serve as exp_serve
-from kvalloc.experiments.questions import timeline as exp_timeline
+from kvalloc.experiments.questions import serve, timeline
 from kvalloc.experiments.refusal_marks import clear_band
 from kvalloc.tests.compare_example import compare_example
 
@@ -213,10 +212,10 @@ def test_backends_keep_their_look_and_differ_in_grey() -> None:
 
 def test_calls_side_by_side_differ_in_grey() -> None:
     """The parts of a step in serve.svg, the calls of each lane in timeline.svg."""
-    lanes = [list(exp_serve.COLORS.values())]
-    for lane in set(exp_timeline.LANES.values()):
-        calls = [call for call, where in exp_timeline.LANES.items() if where == lane]
-        lanes.append([exp_timeline.COLORS[call] for call in calls])
+    lanes = [list(serve.COLORS.values())]
+    for lane in set(timeline.LANES.values()):
+        calls = [call for call, where in timeline.LANES.items() if where == lane]
+        lanes.append([timeline.COLORS[call] for call in calls])
     for colors in lanes:
         greys = sorted(map(luminance, colors))
         assert min(b - a for a, b in pairwise(greys)) > 0.13, (colors, greys)

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="the extra [transformers] is missing"
 from transformers import DynamicCache
 
 from kvalloc.experiments.errors import BadInput
-from kvalloc.experiments.questions import serve as exp_serve
+from kvalloc.experiments.questions import serve as question
 from kvalloc.experiments.questions.serve import Config, serve
 from kvalloc.experiments.questions.serve_engine import prompt_ids
 from kvalloc.experiments.questions.serve_model import random_model, serving
@@ -183,11 +183,11 @@ def test_a_wrong_position_shows() -> None:
 
 
 def test_the_quick_form_answers_alike_and_adds_up(tmp_path: Path) -> None:
-    rows = exp_serve.run(exp_serve.QUICK, Report())
-    assert [row["backend"] for row in rows] == list(exp_serve.QUICK.backends)
+    rows = question.run(question.QUICK, Report())
+    assert [row["backend"] for row in rows] == list(question.QUICK.backends)
     for row in rows:
         assert row["num_different"] == row["num_changed"] == 0
-        assert row["completed"] == row["requests"] == exp_serve.QUICK.requests
+        assert row["completed"] == row["requests"] == question.QUICK.requests
         assert sum(row[f"{part}_share"] for part in PARTS) == pytest.approx(1)
         assert all(0 < row[f"{part}_share"] < 1 for part in PARTS)
         assert 0 < row["tpot_ms_p50"] <= row["tpot_ms_p99"]
@@ -239,6 +239,6 @@ def test_what_the_page_claims_was_measured() -> None:
 def test_without_transformers_one_sentence_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exp_serve, "find_spec", lambda name: None)
+    monkeypatch.setattr(question, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"pip install 'kvalloc\[transformers\]'"):
-        exp_serve.run(replace(exp_serve.QUICK, requests=1), Report())
+        question.run(replace(question.QUICK, requests=1), Report())

@@ -29,7 +29,7 @@ def kv_bytes(config: Config) -> int:
 def measure(
     config: Config, point: Point, kernels: list[Candidate], limits: list[Candidate]
 ) -> list[Row]:
-    """Rows of one point, for ``bench_attention.run``."""
+    """Rows of one point, for ``attention.run``."""
     first = {each: each.call() for each in kernels}  # compiles, too
     errors = {each: error(each, out) for each, out in first.items()}
     times: dict[Candidate, list[float]] = {each: [] for each in (*kernels, *limits)}

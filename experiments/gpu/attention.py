@@ -120,7 +120,7 @@ def _kernels(report: StageReport, target: Target, context: int, page_size: int) 
     from ..bench.attention_rounds import measure
 
     tokens = 131_072 if target.is_gpu else 1024
-    # As bench_attention.Config, whose module needs the command line's libraries.
+    # As bench.attention.Config, whose module needs the command line's libraries.
     config: Any = SimpleNamespace(
         tokens=tokens,
         q_heads=32,

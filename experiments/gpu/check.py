@@ -203,7 +203,7 @@ def run_stage(name: str, kind: str, out: Path, seconds: float) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line with nothing but the standard library; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="gpu_check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="gpu-check", description=__doc__)
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the results")
     parser.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="for all stages")
     parser.add_argument("--dry", action="store_true", help="on the conformance library")
