@@ -45,9 +45,6 @@ class SequenceTable:
     def __len__(self) -> int:
         return len(self._row_of)
 
-    def __contains__(self, seq: object) -> bool:
-        return seq in self._row_of
-
     def __iter__(self) -> Iterator[Seq]:
         return iter(self._row_of)
 
@@ -173,10 +170,10 @@ def check_fits(tokens: int, capacity: int, limit: int | None) -> None:
         raise NeverFits(f"{tokens} tokens are beyond the limit of {limit} per sequence")
 
 
-def resized(array: NDArray[Any], num_rows: int, fill: int = 0) -> NDArray[Any]:
-    """``array`` with its first axis at least doubled to hold ``num_rows``."""
+def resized(array: NDArray[Any], num_rows: int) -> NDArray[Any]:
+    """``array`` with its first axis at least doubled, by zeros, to hold ``num_rows``."""
     if num_rows <= len(array):
         return array
-    grown = np.full((max(num_rows, 2 * len(array), 8), *array.shape[1:]), fill, array.dtype)
+    grown = np.zeros((max(num_rows, 2 * len(array), 8), *array.shape[1:]), array.dtype)
     grown[: len(array)] = array
     return grown

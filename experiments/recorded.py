@@ -17,7 +17,7 @@ VARIABLE = "KVALLOC_TRACES"
 DEFAULT_FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "traces"
 
 
-def recorded(file: str, stand_in: str, requests: int, report: Report, *, seed: int = 0) -> Trace:
+def recorded(file: str, stand_in: str, requests: int, report: Report) -> Trace:
     """The first ``requests`` requests of a recorded trace, or of a generated kind without it.
 
     Parameters
@@ -31,12 +31,12 @@ def recorded(file: str, stand_in: str, requests: int, report: Report, *, seed: i
     folder = os.environ.get(VARIABLE)
     path = (DEFAULT_FOLDER if folder is None else Path(folder)) / file
     if folder != "" and path.exists():
-        return read_trace(path, seed=seed).head(requests)
+        return read_trace(path).head(requests)
     report.notice(
         f"{file} was not found, {requests:,} generated {stand_in} requests stand in: name the "
         f"folder of recorded traces in {VARIABLE}"
     )
-    return generate(stand_in, requests=requests, seed=seed)
+    return generate(stand_in, requests=requests)
 
 
 def at_once(trace: Trace) -> Trace:

@@ -11,25 +11,16 @@ import numpy.typing as npt
 from ..contract import Allocator
 from .errors import BadInput
 from .scheduler import Scheduler
-from .scheduling import Counts, OnFailure
+from .scheduling import Counts
 from .trace import Trace
 
 
 def drain(
-    trace: Trace,
-    allocator: Allocator,
-    *,
-    on_failure: OnFailure = "recompute",
-    max_running: int | None = None,
+    trace: Trace, allocator: Allocator, *, max_running: int | None = None
 ) -> Iterator[Scheduler]:
     """Serve a trace whose arrivals are all at once; yields the scheduler after each step."""
     scheduler = Scheduler(
-        allocator,
-        trace.prompt,
-        trace.output,
-        trace.max_new,
-        on_failure=on_failure,
-        max_running=max_running,
+        allocator, trace.prompt, trace.output, trace.max_new, max_running=max_running
     )
     scheduler.step(range(len(trace)))
     yield scheduler

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import tokenize
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from itertools import product
@@ -39,17 +39,17 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _STRIDES = ("q_token", "q_head", "k_page", "k_slot", "k_head", "v_page", "v_slot", "v_head")
 
 
-def standard_variants(targets: Iterable[int] = TARGETS) -> Iterator[Variant]:
+def standard_variants() -> Iterator[Variant]:
     """The configurations that must not spill: those of the common models."""
-    sizes = product(targets, ("float16", "bfloat16"), (64, 128, 256), (16, 256), (1, 4, 8))
+    sizes = product(TARGETS, ("float16", "bfloat16"), (64, 128, 256), (16, 256), (1, 4, 8))
     for arch, dtype, head_dim, page_size, group in sizes:
         yield Variant(arch, dtype, head_dim, page_size, group, 1, split=True)
         yield Variant(arch, dtype, head_dim, page_size, group, PREFILL_TOKENS)
 
 
-def other_variants(targets: Iterable[int] = TARGETS) -> Iterator[Variant]:
+def other_variants() -> Iterator[Variant]:
     """Padded head dims, float32, windows, ragged batches, short queries, one KV head."""
-    for arch in targets:
+    for arch in TARGETS:
         for head_dim in (64, 96, 128, 192, 256):
             yield Variant(arch, "float16", head_dim, 16, 4, 1, windowed=True, split=True)
             yield Variant(arch, "float16", head_dim, 16, 4, PREFILL_TOKENS, True, True)

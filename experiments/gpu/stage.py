@@ -22,6 +22,7 @@ LABELS = {
     "conformance": "conformance library (no GPU: calls are checked, not a device)",
     "cpu": "host driver (no GPU)",
 }
+HOST_PAGE_BYTES = 64 << 10
 CONFORMANCE = "kvalloc.tests.conformance.conformance"
 """In the source tree only: whoever installed the package has no tests."""
 
@@ -65,15 +66,12 @@ class Target:
 
         return torch.device("cuda", 0) if self.is_gpu else torch.device("cpu")
 
-    def driver(self, granularity: int = 65536, **options: Any) -> Driver:
-        """A driver of its own for the caller.
-
-        The host's has the given granularity; the options are ``CudaDriver``'s.
-        """
+    def driver(self, **options: Any) -> Driver:
+        """A driver of its own for the caller; the options are ``CudaDriver``'s."""
         if self.kind == "cpu":
             from ...vmm.host import HostDriver
 
-            return HostDriver(granularity)
+            return HostDriver(HOST_PAGE_BYTES)
         if self.kind == "conformance":
             made = import_module(CONFORMANCE).ConformanceDriver(**options)
         else:
