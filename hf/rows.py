@@ -9,7 +9,7 @@ import torch
 
 from ..contract import KVCache, NeverFits, OutOfMemory
 from ..geometry import KVGeometry, LayerShape, canonical_dtype
-from ..sequences import count
+from ..sequences import at_least_one
 from .refusals import advice, check
 
 
@@ -44,10 +44,8 @@ class Rows(ABC):
     def __init__(
         self, windows: Sequence[int | None], max_length: int, memory_bytes: int | None
     ) -> None:
-        if count("max_length", max_length) < 1:
-            raise ValueError("a cache holds at least one token: give max_length >= 1")
         self.windows = tuple(windows)
-        self.max_length = max_length
+        self.max_length = at_least_one("max_length", max_length)
         self.memory_bytes = memory_bytes
         self.num_rows = self.room = self.epoch = 0
         self.shape = (0, 0, 0)

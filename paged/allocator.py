@@ -10,9 +10,10 @@ import math
 
 from ..contract import Seq
 from ..geometry import KVGeometry
-from ..pages.allocator import PageAllocator, PageGroup
+from ..pages.allocator import PageAllocator
+from ..pages.books import PageGroup
 from ..pages.pool import PagePool
-from ..sequences import count
+from ..sequences import at_least_one
 
 
 class PagedAllocator(PageAllocator):
@@ -46,13 +47,10 @@ class PagedAllocator(PageAllocator):
         limit: int | None = None,
         pool: PagePool | None = None,
     ) -> None:
-        self.page_size = count("page_size", page_size)
-        if self.page_size < 1:
-            raise ValueError("a page holds at least one token; give page_size >= 1")
+        self.page_size = at_least_one("page_size", page_size)
         by_window = _layers_by_window(geometry)
         self.layers_per_page = math.gcd(*(len(layers) for layers in by_window.values()))
-        token_bytes = sum(map(geometry.layer_bytes, range(len(geometry.layers))))
-        token_bytes = token_bytes * self.layers_per_page // len(geometry.layers)
+        token_bytes = geometry.bytes_per_token * self.layers_per_page // len(geometry.layers)
         groups = [
             PageGroup(layers, len(layers) // self.layers_per_page, token_bytes, window)
             for window, layers in by_window.items()

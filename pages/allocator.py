@@ -14,8 +14,6 @@ from .moves import PageMoves
 from .pool import PagePool
 from .prefix import check_salt, unit_keys
 
-__all__ = ["PageAllocator", "PageGroup"]
-
 
 class PageAllocator(PageMoves):
     """Sequences over fixed-size pages from one pool.

@@ -13,9 +13,10 @@ from collections.abc import Callable
 import numpy as np
 
 from ..geometry import KVGeometry
-from ..pages.allocator import PageAllocator, PageGroup
+from ..pages.allocator import PageAllocator
+from ..pages.books import PageGroup
 from ..pages.pool import PagePool
-from ..sequences import count
+from ..sequences import at_least_one
 from .buffers import LAYOUTS, buffers_of
 
 RECLAIM_RUN = 32
@@ -60,9 +61,7 @@ class VmmAllocator(PageAllocator):
         limit: int | None = None,
         pool: PagePool | None = None,
     ) -> None:
-        page_bytes = count("page_bytes", page_bytes)
-        if page_bytes < 1:
-            raise ValueError("a page holds at least one byte; give page_bytes >= 1")
+        page_bytes = at_least_one("page_bytes", page_bytes)
         if adoption not in ADOPTION:
             raise ValueError(f"unknown adoption {adoption!r}; choose one of {', '.join(ADOPTION)}")
         if layout not in LAYOUTS:

@@ -18,7 +18,7 @@ from ..contract import OutOfMemory
 from . import dlpack
 from .cuda_device import CudaDevice, Fence
 from .cuda_library import OUT_OF_MEMORY, CudaError
-from .driver import VERBS, DriverError
+from .driver import VERBS, DriverError, check_sizes
 
 if TYPE_CHECKING:
     import torch
@@ -284,11 +284,7 @@ class CudaDriver:
         raise DriverError(f"tensor: {address:#x} to {stop:#x} is not reserved: reserve it first")
 
     def _check_sizes(self, call: str, address: int, num_bytes: int) -> None:
-        if num_bytes <= 0 or num_bytes % self._granularity or address % self._granularity:
-            raise ValueError(
-                f"{call}: address {address:#x} and size {num_bytes} must be multiples of the "
-                f"granularity, and the size above 0: round up to {self._granularity} bytes"
-            )
+        check_sizes(call, address, num_bytes, self._granularity)
 
     def _check_unseen(self, call: str, num_views: int) -> None:
         if num_views:

@@ -30,6 +30,15 @@ def check_guard(guard: str) -> None:
         raise ValueError(f"guard {guard!r} is unknown: give 'fault' or 'zero'")
 
 
+def check_sizes(call: str, address: int, num_bytes: int, granularity: int) -> None:
+    """Raise ``ValueError`` unless a verb's address and size are multiples of the granularity."""
+    if num_bytes <= 0 or num_bytes % granularity or address % granularity:
+        raise ValueError(
+            f"{call}: address {address:#x} and size {num_bytes} must be multiples of the "
+            f"granularity, and the size above 0: round up to {granularity} bytes"
+        )
+
+
 class DriverError(RuntimeError):
     """The driver refused a call: a broken rule, or a limit of the system.
 

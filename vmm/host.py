@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from . import system
 from .addresses import AddressSpace
-from .driver import VERBS, DriverError, Guard, check_guard
+from .driver import VERBS, DriverError, Guard, check_guard, check_sizes
 from .mappings import Mappings, Page
 from .memfile import MemFile
 
@@ -234,11 +234,7 @@ class HostDriver:
             raise DriverError(f"{call}: {self._refusal}")
 
     def _check_sizes(self, call: str, address: int, num_bytes: int) -> None:
-        if num_bytes <= 0 or num_bytes % self._granularity or address % self._granularity:
-            raise ValueError(
-                f"{call}: address {address:#x} and size {num_bytes} must be multiples of the "
-                f"granularity, and the size above 0: round up to {self._granularity} bytes"
-            )
+        check_sizes(call, address, num_bytes, self._granularity)
 
 
 def _return_all(file: MemFile, space: AddressSpace) -> None:

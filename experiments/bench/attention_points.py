@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ...contract import DenseView, PagedView
+from ...tensors import LAYOUTS
 
 if TYPE_CHECKING:
     from .attention import Config
 
-LAYOUTS = ("token-major", "head-major")
-"""``[token, head, dim]`` and ``[head, token, dim]``, of the whole buffer or of each page."""
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 """Largest relative error by dtype, of the dtypes that have a kernel."""
 SPARE = 16

@@ -20,18 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...geometry import KVGeometry
-from ...models import geometry
 from ..generators import generate
 from ..output import format_bytes, parse_bytes
 from ..registry import Report
 from ..row_tables import Column, Columns, Row, percent, size
 from ..saturated import Shares, drain
 from ..specs import parse_spec
-from ..step_model import MODELS
+from ..step_model import step_model
 
 SIMULATED = False
-GPU_BYTES = 80 * 10**9
-USED = 0.9
+GPU = "A100-80GB"
 PRINTED_TOKENS = {
     ("Yi-6B", 64): 64, ("Yi-6B", 2048): 2048,
     ("Llama-3-8B / 2", 64): 64, ("Llama-3-8B / 2", 2048): 2048,
@@ -77,7 +75,8 @@ def run(config: Config, report: Report) -> list[Row]:
     rows: list[Row] = []
     total = len(config.models) * len(config.pages)
     for name, tp in config.models:
-        shard, memory = geometry(name).shard(tp), cache_bytes(name, tp)
+        model = step_model(name, GPU, tp)
+        shard, memory = model.shard, model.cache_bytes
         first: float | None = None
         for page in config.pages:
             report.progress(len(rows), total)
@@ -102,12 +101,6 @@ def run(config: Config, report: Report) -> list[Row]:
                 }
             )
     return rows
-
-
-def cache_bytes(model: str, tp: int) -> int:
-    """Memory of one GPU that is left for the cache."""
-    weights = MODELS[geometry(model).name].num_parameters * 2 // tp
-    return int(GPU_BYTES * USED) - weights
 
 
 def _batch(shard: KVGeometry, memory: int, spec: str, config: Config) -> float:
