@@ -19,8 +19,7 @@ from .compare import Settings, compare
 from .errors import BadInput
 from .output import parse_bytes
 from .readers import read_trace
-from .size_command import chosen_model
-from .specs import parse_specs, token_geometry
+from .specs import chosen_model, parse_specs, token_geometry
 from .trace import Trace
 
 

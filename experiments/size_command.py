@@ -14,26 +14,12 @@ from ..models import geometry, model_names
 from .commands import JsonFile
 from .errors import BadInput
 from .output import emit_json, format_bytes
+from .specs import chosen_model
 
 
 def register(app: typer.Typer) -> None:
     """Add the ``size`` command."""
     app.command("size")(size)
-
-
-def chosen_model(name: str, dtype: str | None = None, tp: int = 1) -> KVGeometry:
-    """The geometry that ``--model``, ``--dtype`` and ``--tp`` ask for.
-
-    Raises
-    ------
-    BadInput
-        Unknown model or dtype, or heads that do not divide.
-    """
-    try:
-        model = geometry(name)
-        return (model.with_dtype(dtype) if dtype else model).shard(tp)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
 
 
 def size(

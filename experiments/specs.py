@@ -1,4 +1,4 @@
-"""The backends by name: ``contiguous:max``, ``paged:16``, ``vmm:64KiB``, …"""
+"""Backends (``contiguous:max``, ``paged:16``, ``vmm:64KiB``, …) and models by their names."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import models
 from ..contiguous.allocator import ContiguousAllocator
 from ..contiguous.placement import PLACEMENTS
 from ..contiguous.policies import POLICIES
@@ -161,3 +162,18 @@ def token_geometry(num_slots: int) -> tuple[KVGeometry, int]:
     if num_slots > MOST_BYTES:
         raise BadInput(f"--slots {num_slots} is more than any memory holds; give at most 2^60")
     return SLOTS, num_slots
+
+
+def chosen_model(name: str, dtype: str | None = None, tp: int = 1) -> KVGeometry:
+    """The geometry that ``--model``, ``--dtype`` and ``--tp`` ask for.
+
+    Raises
+    ------
+    BadInput
+        Unknown model or dtype, or heads that do not divide.
+    """
+    try:
+        model = models.geometry(name)
+        return (model.with_dtype(dtype) if dtype else model).shard(tp)
+    except ValueError as error:
+        raise BadInput(str(error)) from error

@@ -21,8 +21,7 @@ from .output import parse_bytes, to_json, write_atomic
 from .readers import read_trace
 from .row_tables import Row
 from .scheduling import OnFailure
-from .size_command import chosen_model
-from .specs import parse_spec
+from .specs import chosen_model, parse_spec
 from .trace import Trace
 
 LEFT_OUT = ("series", "owners", "seconds", "allocate_us", "attend_ms", "tpot_ms", "max_abs_error")
