@@ -6,8 +6,8 @@ from ..sequences import count
 from .buddy import next_power_of_two
 
 POLICIES = ("max", "limit", "pow2", "oracle", "exact")
-"""The names; ``max`` is what the article calls maximum reservation. Orca (2022), as the
-PagedAttention paper (2023) simulates it, has the next three as max, pow2 and oracle."""
+"""The names; ``max`` is the maximum reservation of the article in docs/replay.md. Orca (2022), as
+the PagedAttention paper (2023) simulates it, has the next three as max, pow2 and oracle."""
 
 
 def check_policy(policy: str, limit: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Traces that need no file: the article's two pictures and two small loads to try things on."""
+"""Traces that need no file: two of the article that docs/replay.md tells of, two small loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The article's table and the lesson's numbers on the contiguous allocator."""
+"""The article's table, and numbers worked out by hand in the docs, on the contiguous allocator."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from kvalloc.experiments.generators import generate
 from kvalloc.experiments.output import to_json
 from kvalloc.experiments.questions import concurrency
 from kvalloc.experiments.questions.concurrency import equal_requests
-from kvalloc.experiments.recorded import recorded
+from kvalloc.experiments.recorded_traces import recorded
 from kvalloc.experiments.registry import NAMES, Report, find
 
 Row = dict[str, Any]

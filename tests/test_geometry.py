@@ -72,7 +72,7 @@ def test_tiny_runs_everywhere() -> None:
     assert (tiny.q_heads, tiny.dtype, tiny.bytes_per_token) == (8, "float32", 2048)
 
 
-def test_numbers_of_the_lesson() -> None:
+def test_numbers_of_the_docs() -> None:
     llama = geometry("Llama-3-8B")
     assert llama.bytes_per_token == 128 * KIB
     assert llama.bytes_per_token * 4096 == GIB // 2

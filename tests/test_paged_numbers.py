@@ -1,4 +1,4 @@
-"""The lesson's numbers on pages: tails, block tables, the slot equation, requests per memory."""
+"""Numbers worked out by hand in the docs, on pages: tails, block tables, slots, requests."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_sequence_reserves_whole_blocks(size: int) -> None:
 def test_eight_times_the_requests_in_32_gibibytes() -> None:
     """512 requests of 500 tokens in blocks of 16, where static reservations hold 64: 97.7 % used.
 
-    The 64, and their 12.2 %, are in test_contiguous_lessons.py.
+    The 64, and their 12.2 %, are in test_contiguous_numbers.py.
     """
     llama = geometry("llama-3-8b")
     assert llama.bytes_per_token == 128 * KIB

@@ -1,10 +1,10 @@
 """Does the block size that wastes least also give the least time per output token?
 
-The article's question. Waste, table bytes and time of the books come from ShareGPT-like requests
-on the books of Llama-3-8B in 16 GiB; time per output token from real decode steps of one of its
-layers in float32 on this CPU (grow, write, attend) over pages in random order, all block sizes
-in turn in every round, tokens before heads in memory. The mapped and the contiguous cache stand
-beside as lines.
+The question of the article from which kvalloc began (docs/replay.md). Waste, table bytes and time
+of the books come from ShareGPT-like requests on the books of Llama-3-8B in 16 GiB; time per output
+token from real decode steps of one of its layers in float32 on this CPU (grow, write, attend) over
+pages in random order, all block sizes in turn in every round, tokens before heads in memory. The
+mapped and the contiguous cache stand beside as lines.
 
 Refuted if some block size has both the least waste and the least time per token.
 

@@ -1,6 +1,6 @@
 """How many requests run at once in the same memory?
 
-First the textbook's case: 32 GiB, Llama-3-8B, a limit of 4,096 tokens, requests of 500 tokens
+First the usual example: 32 GiB, Llama-3-8B, a limit of 4,096 tokens, requests of 500 tokens
 each: 64 static reservations against 512 sequences of pages. Then recorded lengths (Azure's
 conversations, all waiting at the start), where lengths differ and sequences grow: the mean
 number of running requests while others wait.
@@ -17,7 +17,7 @@ from pathlib import Path
 from ...contract import OutOfMemory
 from ...models import geometry
 from ..output import parse_bytes
-from ..recorded import at_once, recorded
+from ..recorded_traces import at_once, recorded
 from ..registry import Report
 from ..row_tables import Column, Columns, Row, percent
 from ..saturated import serve
@@ -36,7 +36,7 @@ COLUMNS: Columns = (
 
 @dataclass(frozen=True)
 class Config:
-    """Backends; the textbook's memory, limit and request; recorded requests and their limit."""
+    """Backends; the example's memory, limit and request; recorded requests and their limit."""
 
     backends: tuple[str, ...] = (
         "contiguous:limit",

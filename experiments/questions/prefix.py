@@ -17,7 +17,7 @@ from pathlib import Path
 from ...contract import Allocator
 from ...models import geometry
 from ..output import parse_bytes
-from ..recorded import recorded
+from ..recorded_traces import recorded
 from ..registry import Report
 from ..replay import replay
 from ..row_tables import Column, Columns, Row, percent, size
