@@ -37,7 +37,7 @@ class Settings:
     ----------
     run : bool
         Real memory and attention; otherwise the books alone.
-    layout : str | None
+    layout : str
         Memory order of tensors, the same for all backends, so that kernels are compared fairly.
     """
 
@@ -49,7 +49,7 @@ class Settings:
     on_failure: OnFailure = "recompute"
     step_ms: float = 25.0
     device: str = "cpu"
-    layout: str | None = "token-major"
+    layout: str = "token-major"
     verify: bool = False
     seed: int = 0
 

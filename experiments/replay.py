@@ -83,7 +83,6 @@ def replay(
     on_full: OnFull = "queue",
     on_failure: OnFailure = "recompute",
     engine: Engine | None = None,
-    share_prefix: bool = True,
     owners: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Result:
@@ -93,8 +92,6 @@ def replay(
     ----------
     step_ms
         Length of a step, for traces that arrive in seconds.
-    share_prefix
-        Share the prefixes that the trace tells, where the backend can.
     owners
         Record who holds which slot (small runs).
     progress
@@ -108,7 +105,7 @@ def replay(
         trace.max_new,
         on_full=on_full,
         on_failure=on_failure,
-        prefix=trace.prefix if share_prefix else None,
+        prefix=trace.prefix,
         prefill=None if engine is None else engine.prefill,
     )
     recorder, owned = Recorder(), Owners() if owners else None

@@ -48,6 +48,18 @@ def test_a_block_table_grows_when_its_last_block_is_full() -> None:
     assert slots == [28, 29, 30, 31, 8, 9, 10, 11, 56, 57, 58, 59, 36]
 
 
+def test_layers_with_a_window_have_block_tables_of_their_own() -> None:
+    """Blocks of 4, a window of 8: the 17th token no longer sees the first two blocks."""
+    layers = (LayerShape(1, 1, window=8), LayerShape(1, 1))
+    allocator = PagedAllocator(KVGeometry("mixed", layers, 1, "float8_e5m2"), 128, 4)
+    allocator.admit("a", 8)
+    for _ in range(9):
+        assert not allocator.grow(["a"])
+    local, whole = (allocator.block_table("a", layer) for layer in range(2))
+    assert local[:2] == [-1, -1] and len(local) == len(whole) == 5
+    assert len({*local[2:], *whole}) == 8 and min(local[2:] + whole) >= 0
+
+
 @pytest.mark.parametrize("size", [1, 3, 4, 16])
 def test_tokens_lie_where_the_slot_equation_says(size: int) -> None:
     """``block_table[⌊t / B⌋] · B + t mod B`` is the row of the pool that holds token t."""

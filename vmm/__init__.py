@@ -1,4 +1,11 @@
-"""Physical pages mapped under one virtual range per sequence, read by unmodified dense kernels."""
+"""Physical pages mapped under one virtual range per sequence, read by unmodified dense kernels.
+
+The cache is one class in four files, each upon the one before: ``allocator`` (the books alone),
+``locked`` (for two threads), ``backed`` (what the books ask of the driver), ``cache`` (write, view,
+close). Its addresses are ``space`` over ``reservation``, its pages ``physical``, both over a
+``driver``: ``host`` with ``addresses``, ``mappings``, ``memfile`` and ``system``, or ``cuda`` with
+``cuda_device`` and ``cuda_library``.
+"""
 
 from __future__ import annotations
 
