@@ -24,8 +24,8 @@ from kvalloc.experiments.address_space import (
     read_rows,
 )
 from kvalloc.experiments.compare_figures import draw
+from kvalloc.experiments.compare_read import read_compare
 from kvalloc.experiments.errors import BadInput
-from kvalloc.experiments.plot_command import read_compare
 from kvalloc.experiments.questions import serve, timeline
 from kvalloc.experiments.refusal_marks import clear_band
 from kvalloc.tests.compare_example import compare_example

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..compare_read import check_compare, read_json
 from ..errors import BadInput
-from ..plot_command import check_compare, read_json
 
 PICTURES = (".svg", ".png")
 NOT_RESULTS = (".trace.json",)  # for Perfetto, and large
