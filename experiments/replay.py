@@ -96,6 +96,11 @@ def replay(
         Record who holds which slot (small runs).
     progress
         Called now and then with the number of requests done with.
+
+    Raises
+    ------
+    ValueError
+        An unknown choice, or an allocator that holds other sequences.
     """
     arriving = _Arrivals(trace.steps(step_ms))
     scheduler = Scheduler(

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..contract import Allocator, NeverFits, OutOfMemory, Prefix
 from ..sequences import Ints
-from .scheduling import Counts, Endings, OnFailure, OnFull, Placed, Prefill
+from .scheduling import Counts, Endings, OnFailure, OnFull, Placed, Prefill, check_start
 
 
 class Scheduler:
@@ -28,7 +28,7 @@ class Scheduler:
     Parameters
     ----------
     allocator
-        Whose memory it is; nobody else may use it.
+        Whose memory it is, empty; nobody else may use it.
     prompt, output, max_new
         int64 ``[N]`` tokens of each request.
     on_full
@@ -58,6 +58,7 @@ class Scheduler:
         prefix: Sequence[Prefix] | None = None,
         prefill: Prefill | None = None,
     ) -> None:
+        check_start(allocator, on_full, on_failure)
         self.allocator = allocator
         self.counts = Counts()
         self.active: list[int] = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
+
+from ..contract import Allocator
 
 OnFull = Literal["queue", "reject"]
 """What happens to a refused admission."""
@@ -18,6 +20,27 @@ class Placed(NamedTuple):
     request: int
     tokens: int
     cached: int
+
+
+def check_start(allocator: Allocator, on_full: OnFull, on_failure: OnFailure) -> None:
+    """What would run as something else, or wait for ever, is told before the first step.
+
+    Raises
+    ------
+    ValueError
+        An unknown choice, or sequences of somebody else, who may never leave.
+    """
+    for name, word, words in (
+        ("on_full", on_full, get_args(OnFull)),
+        ("on_failure", on_failure, get_args(OnFailure)),
+    ):
+        if word not in words:
+            raise ValueError(f"unknown {name} {word!r}; choose one of {', '.join(words)}")
+    if reserved := allocator.usage().reserved:
+        raise ValueError(
+            f"the allocator holds {reserved:,} bytes of other sequences: release them, or give an "
+            "empty one"
+        )
 
 
 Prefill = Callable[[list[Placed]], None]

@@ -17,7 +17,9 @@ from kvalloc.experiments.scheduler import Scheduler
 from kvalloc.experiments.scheduling import OnFailure, OnFull, Placed
 from kvalloc.experiments.specs import parse_spec, token_geometry
 from kvalloc.experiments.trace import Trace
+from kvalloc.geometry import SLOTS
 from kvalloc.models import geometry
+from kvalloc.paged import PagedAllocator
 from kvalloc.tests.simulator import simulate
 
 Row = tuple[int, int, int, int]
@@ -284,6 +286,28 @@ def test_the_hole_refuses_with_both_numbers_in_the_error() -> None:
     for spec in ("paged:4", "vmm:4"):
         counts = replay(requests, slots(spec, 80), on_full="reject", on_failure="drop").counts
         assert (counts.admitted, counts.completed, counts.fragmentation_failures) == (5, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"on_full": "drop"}, "unknown on_full 'drop'; choose one of queue, reject"),
+        ({"on_failure": "reject"}, "unknown on_failure 'reject'; choose one of recompute, swap"),
+    ],
+)
+def test_a_word_that_no_choice_has_is_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        replay(hole(), PagedAllocator(SLOTS, 80, 4), **options)
+
+
+def test_an_allocator_in_use_is_refused() -> None:
+    """Its sequences may never leave, and then a request would wait for ever."""
+    allocator = PagedAllocator(SLOTS, 80, 4)
+    allocator.admit("mine", 70)
+    with pytest.raises(ValueError, match="holds 72 bytes of other sequences"):
+        replay(hole(), allocator)
+    allocator.release("mine")
+    assert replay(hole(), allocator).counts.completed == 5
 
 
 def test_owners_tell_who_holds_which_slots() -> None:
