@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvalloc.tests import coverage_docs
 from kvalloc.tests.soak_docs import PAGE, load, render
 
 TESTS = Path(__file__).resolve().parent
@@ -20,6 +21,13 @@ def test_the_figures_are_those_of_the_soak() -> None:
     assert render(text, document) == text
     document["rows"][0]["operations"] += 1
     assert render(text, document) != text, "a changed digit is found"
+
+
+def test_the_lines_that_no_test_reaches_are_those_measured() -> None:
+    text, document = PAGE.read_text(encoding="utf-8"), load(coverage_docs.REPORT)
+    assert coverage_docs.render(text, document) == text
+    document["rows"][0]["missing"] += 1
+    assert coverage_docs.render(text, document) != text, "a changed digit is found"
 
 
 def test_nothing_was_lost_or_leaked() -> None:
