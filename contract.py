@@ -98,8 +98,9 @@ class Allocator(ABC):
         prefix
             What the prompt is or begins with, as runs ``(key, num_tokens)``. Full units (the
             tokens of a page, or of as many pages as end with a whole token) that an earlier
-            prompt brought are shared, the other full ones are entered for later prompts: write
-            the prompt before releasing the sequence. The contiguous backend shares nothing.
+            prompt brought are shared, the other full ones are entered for later prompts at once:
+            write prompts in the order of their admission (or in one packed batch), and before
+            releasing the sequence. The contiguous backend shares nothing.
         salt
             Prompts with different salts never share.
 

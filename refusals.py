@@ -37,7 +37,11 @@ class OutOfMemory(Exception):
         reason = f"the largest free run is {self.largest_free}"
         if self.blocked:
             reason = "the sequence cannot grow where it is"
-        return f"{self.needed} {self.unit} needed, {self.free} free, {reason}"
+        unit = self.unit.removesuffix("s") if self.needed == 1 else self.unit
+        return f"{self.needed} {unit} needed, {self.free} free, {reason}"
+
+    def __repr__(self) -> str:  # as it stands in the dict that a batched grow returns
+        return f"OutOfMemory({str(self)!r})"
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_refusal, (

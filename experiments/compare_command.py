@@ -70,7 +70,8 @@ def compare_command(
     if verify and not real:
         raise BadInput("--verify checks attention, which --account does not run: use --run")
     geometry, memory_bytes = _memory(real, slots, model, memory, dtype)
-    specs = parse_specs(backend or option.DEFAULT_BACKENDS, slots=slots is not None, notify=_notify)
+    default = option.DEFAULT_BACKENDS if slots is None else option.DEFAULT_OF_SLOTS
+    specs = parse_specs(backend or default, slots=slots is not None, notify=_notify)
     requests = _requests(trace, limit, max_new, rate, seed, geometry)
     place = choose_device(device, real)
     if place == "cuda" and dtype is None and geometry.dtype == "float32":

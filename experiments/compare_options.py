@@ -9,9 +9,11 @@ import typer
 
 from .scheduling import OnFailure, OnFull
 
-DEFAULT_BACKENDS = ("contiguous:max", "contiguous:exact", "paged:16", "vmm")
+DEFAULT_BACKENDS = ("contiguous:max", "contiguous:exact", "paged:16", "vmm:64KiB")
+DEFAULT_OF_SLOTS = (*DEFAULT_BACKENDS[:3], "vmm:16")
+"""There pages count tokens."""
 DEFAULT_MODEL = "tiny"
-DEFAULT_MEMORY = "64MiB"
+DEFAULT_MEMORY = "4MiB"
 
 Layout = Literal["token-major", "head-major"]
 """What is consecutive in memory: the heads of a token, or the tokens of a head."""
@@ -26,7 +28,7 @@ Backends = Annotated[
         "--backend",
         "-b",
         metavar="SPEC",
-        help=f"See above. Repeat it (default: {', '.join(DEFAULT_BACKENDS)}).",
+        help=f"See above. Repeat it (default: {', '.join(DEFAULT_BACKENDS)}; vmm:16 of slots).",
     ),
 ]
 RunOrAccount = Annotated[

@@ -90,6 +90,8 @@ def what_to_look_at(compare: dict[str, Any]) -> str:
             f"The books agree; look at TPOT: {fast['tpot_ms']['p50']:.2f} ms with "
             f"{fast['spec']}, {slow['tpot_ms']['p50']:.2f} with {slow['spec']}."
         )
+    if len(backends) == 1:
+        return "Nothing was refused for fragmentation; name further backends to compare."
     return "The books agree: nothing was refused for fragmentation, and waste is the same."
 
 

@@ -29,7 +29,8 @@ class Recorder:
     series: dict[str, list[int]] = field(
         default_factory=lambda: {
             name: [] for name in ("step", "live", "reserved", "free", "largest_free")
-        }
+        },
+        repr=False,
     )
     _stride: int = 1
 

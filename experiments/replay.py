@@ -72,7 +72,7 @@ class Result:
 
     counts: Counts
     recorder: Recorder
-    owners: Owners | None
+    owners: Owners | None = field(repr=False)
 
 
 def replay(
@@ -100,7 +100,8 @@ def replay(
     Raises
     ------
     ValueError
-        An unknown choice, or an allocator that holds other sequences.
+        An unknown choice, an allocator that holds other sequences, or a trace of which
+        ``max_new`` is missing in part.
     """
     arriving = _Arrivals(trace.steps(step_ms))
     scheduler = Scheduler(

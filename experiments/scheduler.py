@@ -58,7 +58,7 @@ class Scheduler:
         prefix: Sequence[Prefix] | None = None,
         prefill: Prefill | None = None,
     ) -> None:
-        check_start(allocator, on_full, on_failure)
+        check_start(allocator, max_new, on_full, on_failure)
         self.allocator = allocator
         self.counts = Counts()
         self.active: list[int] = []

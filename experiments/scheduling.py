@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 from ..contract import Allocator
+from ..sequences import Ints
 
 OnFull = Literal["queue", "reject"]
 """What happens to a refused admission."""
@@ -22,13 +23,16 @@ class Placed(NamedTuple):
     cached: int
 
 
-def check_start(allocator: Allocator, on_full: OnFull, on_failure: OnFailure) -> None:
+def check_start(
+    allocator: Allocator, max_new: Ints, on_full: OnFull, on_failure: OnFailure
+) -> None:
     """What would run as something else, or wait for ever, is told before the first step.
 
     Raises
     ------
     ValueError
-        An unknown choice, or sequences of somebody else, who may never leave.
+        An unknown choice, sequences of somebody else, who may never leave, or requests whose
+        ``max_new`` nobody has said.
     """
     for name, word, words in (
         ("on_full", on_full, get_args(OnFull)),
@@ -36,6 +40,11 @@ def check_start(allocator: Allocator, on_full: OnFull, on_failure: OnFailure) ->
     ):
         if word not in words:
             raise ValueError(f"unknown {name} {word!r}; choose one of {', '.join(words)}")
+    if num_unsaid := int((max_new < 0).sum()):
+        raise ValueError(
+            f"{num_unsaid} requests do not say what they may generate: give "
+            "trace.with_max_new(), which fills it in"
+        )
     if reserved := allocator.usage().reserved:
         raise ValueError(
             f"the allocator holds {reserved:,} bytes of other sequences: release them, or give an "

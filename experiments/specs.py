@@ -21,6 +21,9 @@ from .output import MOST_BYTES, parse_bytes
 
 KINDS = ("contiguous", "paged", "vmm")
 DEFAULT_PAGE_SIZE = 16
+DEFAULT_PAGE_BYTES = 2 << 20
+LEAST_PAGE_BYTES = 4 << 10
+"""No system maps less."""
 GRAMMAR = (
     "contiguous:max|limit|pow2|oracle|exact[:first-fit|best-fit|buddy], paged:BLOCK, "
     "vmm[:PAGE][:interleaved]"
@@ -144,7 +147,13 @@ def _vmm(text: str, parts: list[str], slots: bool) -> dict[str, Any]:
             "page_bytes": _whole(text, parts[0], "vmm:16") if parts else DEFAULT_PAGE_SIZE,
             **options,
         }
-    return {"page_bytes": parse_bytes(parts[0]) if parts else 2 << 20, **options}
+    page_bytes = parse_bytes(parts[0]) if parts else DEFAULT_PAGE_BYTES
+    if page_bytes < LEAST_PAGE_BYTES:
+        raise BadInput(
+            f"{text!r}: a page is a size here, at least 4KiB, as in vmm:64KiB (with --slots it "
+            "counts tokens)"
+        )
+    return {"page_bytes": page_bytes, **options}
 
 
 def _whole(text: str, number: str, example: str) -> int:

@@ -195,14 +195,17 @@ class Trace:
         """
         values, reason = self._max_new_by(rule, limit)  # a bad rule is told in any case
         missing = self.max_new == MISSING
-        if not missing.any():
-            return self
-        notice = f"max_new is missing in {counted(int(missing.sum()), 'request')}: {reason}"
-        return replace(
-            self,
-            max_new=np.where(missing, values, self.max_new),
-            notices=(*self.notices, notice),
-        )
+        max_new = np.where(missing, values, self.max_new)
+        told: list[str] = []
+        if missing.any():
+            told.append(f"max_new is missing in {counted(int(missing.sum()), 'request')}: {reason}")
+        if num_longer := int((self.output > max_new).sum()):
+            told.append(
+                f"{counted(num_longer, 'request')} got more tokens than max_new: reservations for "
+                "it will not do"
+            )
+        told = [notice for notice in told if notice not in self.notices]
+        return replace(self, max_new=max_new, notices=(*self.notices, *told)) if told else self
 
     def _max_new_by(self, rule: int | str | None, limit: int | None) -> tuple[Ints | int, str]:
         if rule is None:

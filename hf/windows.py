@@ -46,6 +46,10 @@ def _windows(config: PreTrainedConfig) -> list[int | None]:
     ValueError
         A kind of layer, or of model, that has more or less than K and V of every token.
     """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(
+            f"a cache is made for a config, as model.config, not {type(config).__name__}"
+        )
     text = config.get_text_config(decoder=True)
     if getattr(text, "is_encoder_decoder", False) or getattr(text, "add_cross_attention", False):
         raise ValueError(

@@ -44,7 +44,10 @@ def unit_keys(
     chain = blake2b(b"" if salt is None else _encoded(salt), digest_size=16)
     keys: list[bytes] = []
     room, total = unit_tokens, 0
-    for key, size in prefix:
+    for run in prefix:
+        if not isinstance(run, Sequence) or isinstance(run, str | bytes) or len(run) != 2:
+            raise TypeError(f"a prefix is a list of runs (key, num_tokens), not {run!r} in a row")
+        key, size = run
         size = count("tokens of a run", size)
         total += size
         if size < 1 or total > tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -150,3 +151,30 @@ def test_what_int64_does_not_count_is_refused(kind: str, maker: Callable[..., An
     books.admit("a", (1 << 61) - 1, max_new=1)
     assert not books.grow(["a"])
     books.check_invariants()
+
+
+@every_cache
+@pytest.mark.parametrize("prefix", ["sys", ("sys", 3), [("sys",)], [3], [("sys", 3, 4)]])
+def test_a_prefix_that_is_no_list_of_runs(name: str, prefix: Any) -> None:
+    with CACHES[name]() as cache:
+        if name == "contiguous":  # shares nothing, and does not look
+            return
+        with pytest.raises(TypeError, match=r"a prefix is a list of runs \(key, num_tokens\)"):
+            cache.admit("a", 5, prefix=prefix)
+        assert cache.usage().reserved == 0
+        cache.check_invariants()
+
+
+def test_a_mapped_cache_needs_memory_or_a_pool() -> None:
+    with pytest.raises(ValueError, match="give memory_bytes, or a pool"):
+        VmmKVCache(TINY)
+
+
+def test_a_refusal_says_why_wherever_it_is_shown() -> None:
+    books = PagedAllocator(SLOTS, 8, 4)
+    books.admit("a", 4)
+    books.admit("b", 4)
+    refused = books.grow(["b"])
+    told = "1 page needed, 0 free, the largest free run is 0"
+    assert str(refused["b"]) == told and told in repr(refused)
+    assert str(pickle.loads(pickle.dumps(refused["b"]))) == told

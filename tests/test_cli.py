@@ -182,7 +182,7 @@ def test_help_teaches(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("compare", ["default: tiny", "default: 64MiB", "largest output", "paged:16", "best-fit"]),
+        ("compare", ["default: tiny", "default: 4MiB", "largest output", "paged:16", "best-fit"]),
         ("sweep", ["default: recompute", "a whole SPEC", "goes on"]),
         ("run", ["block-size", "kvalloc list"]),
         ("bench driver", ["default: 4KiB, 64KiB"]),

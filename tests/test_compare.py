@@ -134,7 +134,7 @@ def test_a_comparison_of_the_books_alone(tmp_path: Path) -> None:
     result = compared("burst", "--account", folder=tmp_path)
     assert set(result) == TOP and result["schema"] == 1
     specs = [backend["spec"] for backend in result["backends"]]
-    assert specs == ["contiguous:max", "contiguous:exact", "paged:16", "vmm"]
+    assert specs == ["contiguous:max", "contiguous:exact", "paged:16", "vmm:64KiB"]
     for backend in result["backends"]:
         assert set(backend) == BACKEND | LATER
         assert set(backend["series"]) == SERIES
@@ -204,7 +204,7 @@ def test_a_run_has_the_same_books_as_the_account(
 ) -> None:
     """One replay loop for both: every figure of the books is the same with tensors behind it."""
     (tmp_path / "mine.csv").write_text(REQUESTS)
-    account = compared("mine.csv", "--account", "--memory", "64MiB", folder=tmp_path)
+    account = compared("mine.csv", "--account", "--memory", "4MiB", folder=tmp_path)
     for real, books in zip(run[2]["backends"], account["backends"], strict=True):
         for key in (BACKEND | LATER) - set(TIMES) - {"max_abs_error"}:
             assert real[key] == books[key], (real["spec"], key)

@@ -44,6 +44,7 @@ CASES = {
     "a mapped page of nothing": (f"hole {ACCOUNT} -b vmm:0", None, "at least 1"),
     "half a page": (f"hole {ACCOUNT} -b vmm:1.5", None, "whole number"),
     "bytes as tokens": (f"hole {ACCOUNT} -b vmm:2MiB", None, "whole number of tokens"),
+    "tokens as bytes": ("hole --account -b vmm:16", None, "a page is a size here"),
     "no size": ("hole --account -b vmm:big", None, "'big' is not a size"),
     "page between OS pages": ("hole -b vmm:5000", None, "multiple of 4096"),
     "a layout of paged": (f"hole {ACCOUNT} -b paged:4:interleaved", None, "paged:BLOCK"),
@@ -57,7 +58,11 @@ CASES = {
         None,
         "smaller than one token",
     ),
-    "memory below a page": ("hole --memory 1MiB", None, "vmm: the memory is smaller than one page"),
+    "memory below a page": (
+        "hole --memory 1MiB -b vmm",
+        None,
+        "vmm: the memory is smaller than one page",
+    ),
     "a page for one of four buffers": (
         "hole --account --model tiny --memory 2MiB -b vmm:2MiB",
         None,

@@ -139,7 +139,7 @@ def test_one_backend_under_two_names_runs_once(tmp_path: Path) -> None:
     [
         "compare article --account --slots 80 -b paged:4",
         "run adoption --quick",
-        "sweep -t [/dim].csv -b paged:4 -b vmm:3KiB --model tiny --memory 2MiB --jobs 1",
+        "sweep -t [/dim].csv -b paged:4 -b vmm:12KiB --model tiny --memory 2MiB --jobs 1",
         "bench allocators -b paged:16 --requests 20 --repeats 1",
     ],
 )

@@ -300,6 +300,13 @@ def test_a_word_that_no_choice_has_is_refused(options: dict[str, Any], told: str
         replay(hole(), PagedAllocator(SLOTS, 80, 4), **options)
 
 
+def test_a_trace_that_does_not_say_max_new_is_refused() -> None:
+    trace = Trace.from_rows("t", "step", [(0, 3, 2, None)])
+    with pytest.raises(ValueError, match=r"1 requests do not say .* trace.with_max_new"):
+        replay(trace, PagedAllocator(SLOTS, 80, 4))
+    assert replay(trace.with_max_new(), PagedAllocator(SLOTS, 80, 4)).counts.completed == 1
+
+
 def test_an_allocator_in_use_is_refused() -> None:
     """Its sequences may never leave, and then a request would wait for ever."""
     allocator = PagedAllocator(SLOTS, 80, 4)

@@ -67,7 +67,10 @@ def test_missing_max_new(rule: int | str | None, expected: list[int]) -> None:
     filled = trace.with_max_new(rule, limit=50)
     assert filled.max_new.tolist() == expected
     assert trace.max_new.tolist() == [-1, 5, -1]
-    assert filled.notices[-1].startswith("max_new is missing in 2 requests: ")
+    assert filled.notices[len(trace.notices)].startswith("max_new is missing in 2 requests: ")
+    short = filled.with_max_new(0), Trace.from_rows("s", "step", [(0, 3, 9, 4), (1, 3, 4, 4)])
+    assert short[0] is filled
+    assert "1 request got more tokens than max_new" in short[1].with_max_new().notices[-1]
     assert filled.with_max_new(1) is filled
 
 

@@ -99,12 +99,14 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
         self._own_driver: Driver | None = None
         with ExitStack() as undo:
             if pool is None:
+                if memory_bytes is None:
+                    raise ValueError("give memory_bytes, or a pool to draw on")
                 if driver is None:
                     driver = self._own_driver = make_driver(
                         named_device(device), at_least_one("page_bytes", page_bytes), guard
                     )
                     undo.callback(driver.close)
-                pool = PhysicalPool(driver, count("memory_bytes", memory_bytes or 0), page_bytes)
+                pool = PhysicalPool(driver, count("memory_bytes", memory_bytes), page_bytes)
             elif memory_bytes is not None or driver is not None:
                 raise ValueError("a pool brings its own memory and driver: leave those out")
             self.physical = pool

@@ -234,7 +234,7 @@ class RowSpace:
         if num_living:
             raise DriverError(
                 f"close: {num_living} tensors over the memory of this cache are alive (views, or "
-                "slices of them): drop them first"
+                "slices of them): `del` them, then close again"
             )
 
     def close(self) -> None:
