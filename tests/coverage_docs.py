@@ -76,10 +76,7 @@ def render(text: str, document: dict[str, Any]) -> str:
         where = "; ".join(f"`{row['file']}` {row['lines']}" for row in rows)
         lines.append(f"| {told} | {sum(row['missing'] for row in rows):,} | {where} |")
     statements, missing = document["statements"], document["missing"]
-    told = (
-        f"**{statements - missing:,} of {statements:,} statements** are reached, "
-        f"{1 - missing / statements:.1%}; the others:"
-    )
+    told = f"**{statements - missing:,} of {statements:,} statements** are reached. The others:"
     commit = (document["environment"]["commit"] or "unknown")[:7]
     where = f"`make coverage` · commit {commit}, {document['environment']['date'][:10]}"
     block = "\n".join(["<!-- coverage -->", told, "", *lines, "", where, "<!-- end -->"])
