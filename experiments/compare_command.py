@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..geometry import KVGeometry
 from . import compare_options as option
+from .built_in_traces import BUILT_IN
 from .commands import JsonFile, keep, require_folder, say_where
 from .compare import Settings, compare
 from .errors import BadInput
@@ -69,6 +70,8 @@ def compare_command(
     real = slots is None if run is None else run
     if verify and not real:
         raise BadInput("--verify checks attention, which --account does not run: use --run")
+    if memory is None and model is None and slots is None:
+        memory = option.DEFAULT_MEMORY if trace in BUILT_IN else option.DEFAULT_MEMORY_OF_FILES
     geometry, memory_bytes = _memory(real, slots, model, memory, dtype)
     default = option.DEFAULT_BACKENDS if slots is None else option.DEFAULT_OF_SLOTS
     specs = parse_specs(backend or default, slots=slots is not None, notify=_notify)
@@ -131,10 +134,10 @@ def _memory(
         if model is not None or memory is not None or dtype is not None:
             raise BadInput("--slots stands for itself: leave out --model, --memory and --dtype")
         return token_geometry(slots)
-    if model is not None and memory is None:
+    if memory is None:
         raise BadInput(f"--model {model} needs --memory SIZE, as in --memory 16GiB")
     geometry = chosen_model(model or option.DEFAULT_MODEL, dtype)
-    return geometry, parse_bytes(memory or option.DEFAULT_MEMORY)
+    return geometry, parse_bytes(memory)
 
 
 def _requests(

@@ -14,6 +14,8 @@ DEFAULT_OF_SLOTS = (*DEFAULT_BACKENDS[:3], "vmm:16")
 """There pages count tokens."""
 DEFAULT_MODEL = "tiny"
 DEFAULT_MEMORY = "4MiB"
+"""Too little for the built-in traces: what a backend does then is the question."""
+DEFAULT_MEMORY_OF_FILES = "64MiB"
 
 Layout = Literal["token-major", "head-major"]
 """What is consecutive in memory: the heads of a token, or the tokens of a head."""
@@ -44,7 +46,10 @@ Model = Annotated[
 ]
 Memory = Annotated[
     str | None,
-    typer.Option(help=f"Memory for the cache, as in 16GiB (default: {DEFAULT_MEMORY})."),
+    typer.Option(
+        help=f"Memory for the cache, as in 16GiB (default: {DEFAULT_MEMORY}; "
+        f"{DEFAULT_MEMORY_OF_FILES} for a file)."
+    ),
 ]
 Dtype = Annotated[str | None, typer.Option(help="Of the cache (default: the model's).")]
 MaxNew = Annotated[

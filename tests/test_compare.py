@@ -204,7 +204,7 @@ def test_a_run_has_the_same_books_as_the_account(
 ) -> None:
     """One replay loop for both: every figure of the books is the same with tensors behind it."""
     (tmp_path / "mine.csv").write_text(REQUESTS)
-    account = compared("mine.csv", "--account", "--memory", "4MiB", folder=tmp_path)
+    account = compared("mine.csv", "--account", "--memory", "64MiB", folder=tmp_path)
     for real, books in zip(run[2]["backends"], account["backends"], strict=True):
         for key in (BACKEND | LATER) - set(TIMES) - {"max_abs_error"}:
             assert real[key] == books[key], (real["spec"], key)

@@ -114,7 +114,10 @@ def test_all_committed_results_on_one_page(tmp_path: Path) -> None:
     assert policies.column("holds tokens") == [row["tokens"] for row in rows]
     assert policies.texts[0][:2] == ["contiguous:limit:buddy", "19.3 %"]
     assert all(len(shown.text[name]) > 0 for name in told)
-    bare = {f"{name}.json" for name in ("bench_allocators", "bench_driver", "bench_mapped", "soak")}
+    bare = {
+        f"{name}.json"
+        for name in ("bench_allocators", "bench_driver", "bench_mapped", "coverage", "soak")
+    }
     assert len(shown.named("img")) >= len(told.keys() - bare), "all others have figures"
     references = [tag.get(key) or "" for _, tag in shown.tags for key in ("src", "href")]
     assert all(link.startswith(("data:", "#")) for link in references if link), "no network"
