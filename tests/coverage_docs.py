@@ -23,7 +23,7 @@ REASONS = {
     "compiled": "run as machine code by Numba, in which no line is counted",
     "gpu": "need a GPU, or torch's kernels for one",
     "by hand": "write the committed documents; run by hand",
-    "rare": "refusals of a system, races, other platforms, arguments that other checks stop first",
+    "rare": "no test brings them about: refusals of a system, races, other platforms, wrong calls",
 }
 FILES = {
     "compiled": r"kernels/numba_(items|plan)\.py",
