@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator
+from functools import partial
 from itertools import cycle, pairwise
 from time import perf_counter_ns
 
@@ -146,16 +147,13 @@ def grow_rounds(page_bytes: int) -> Generator[Times]:
 
     try:
         for bare_first in cycle((True, False)):
-
-            def both(creates: int, *verbs: str, first: bool = bare_first) -> tuple[int, int]:
-                theirs = bare_calls(1, *verbs) if first else 0
-                ours = grow(creates=creates, maps=NUM_BUFFERS)
-                return ours, theirs or bare_calls(1, *verbs)
-
             times: Times = {}
             cache.admit("a", PAGE_TOKENS)
             bare_calls(0, "create", "map", "allow")
-            times["grow"] = both(NUM_BUFFERS, "create", "map", "allow")
+            new = partial(bare_calls, 1, "create", "map", "allow")
+            times["grow"] = _both(
+                partial(grow, creates=NUM_BUFFERS, maps=NUM_BUFFERS), new, bare_first
+            )
             times["grow inside"] = grow(), None
             for at in range(2):  # here, so that both sides find their pages equally cold below
                 bare_calls(at, "unmap")
@@ -166,7 +164,8 @@ def grow_rounds(page_bytes: int) -> Generator[Times]:
             VmmAllocator.reclaim(cache)  # unmaps, but keeps the pages
             cache.admit("a", PAGE_TOKENS)
             bare_calls(0, "map", "allow")
-            times["grow pooled"] = both(0, "map", "allow")
+            pooled = partial(bare_calls, 1, "map", "allow")
+            times["grow pooled"] = _both(partial(grow, maps=NUM_BUFFERS), pooled, bare_first)
             cache.release("a")
             cache.reclaim()
             for at in range(2):
@@ -178,6 +177,14 @@ def grow_rounds(page_bytes: int) -> Generator[Times]:
         for bare in bares:
             bare.free()
             bare.close()
+
+
+def _both(ours: Callable[[], int], bare: Callable[[], int], bare_first: bool) -> tuple[int, int]:
+    """Both times, taken one after the other: neither side always meets the colder machine."""
+    if bare_first:
+        theirs = bare()
+        return ours(), theirs
+    return ours(), bare()
 
 
 def _time(steps: list[Step]) -> list[int]:
