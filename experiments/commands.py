@@ -29,6 +29,10 @@ JsonFile = Annotated[
     ),
 ]
 
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A small form, seconds long, to see that it works.")
+]
+
 
 def require_folder(out: Path, json: str | None) -> None:
     """Tell before the work, and not after it, that ``--out`` cannot be written."""

@@ -15,8 +15,8 @@ Backend = dict[str, Any]
 Value = int | float | str | None
 
 
-class Column(NamedTuple):
-    """One column: its header, the value of a backend, and whether zeros alone are worth showing."""
+class Measure(NamedTuple):
+    """A column: its header, the value of a backend, and whether zeros alone are worth showing."""
 
     header: str
     value: Callable[[Backend], Value]
@@ -24,25 +24,29 @@ class Column(NamedTuple):
 
 
 BOOKS = (
-    Column("admit/\nreject", lambda b: f"{b['admitted']:,}/{b['rejected']:,}", always=True),
-    Column("never\nfit", lambda b: b["never_fit"]),
-    Column("done", lambda b: b["completed"], always=True),
-    Column("growth\nfailed", lambda b: b["growth_failures"], always=True),
-    Column("refused,\nyet free", lambda b: b["fragmentation_failures"], always=True),
-    Column("pre-\nempted", lambda b: b["preemptions"]),
-    Column("peak\nreserved", lambda b: b["peak_reserved"], always=True),
-    Column("peak waste", lambda b: _share(b["peak_waste"], b["capacity_tokens"]), always=True),
-    Column("frag-\nmented", lambda b: f"{b['peak_fragmentation']:.0%}"),
+    Measure("admit/\nreject", lambda b: f"{b['admitted']:,}/{b['rejected']:,}", always=True),
+    Measure("never\nfit", lambda b: b["never_fit"]),
+    Measure("done", lambda b: b["completed"], always=True),
+    Measure("growth\nfailed", lambda b: b["growth_failures"], always=True),
+    Measure("refused,\nyet free", lambda b: b["fragmentation_failures"], always=True),
+    Measure("pre-\nempted", lambda b: b["preemptions"]),
+    Measure("peak\nreserved", lambda b: b["peak_reserved"], always=True),
+    Measure(
+        "peak waste\n(of room)",
+        lambda b: _share(b["peak_waste"], b["capacity_tokens"]),
+        always=True,
+    ),
+    Measure("frag-\nmented", lambda b: f"{b['peak_fragmentation']:.0%}"),
 )
 TIMES = (
-    Column("allocate µs\np50", lambda b: b["allocate_us"]["p50"]),
-    Column("\np99", lambda b: b["allocate_us"]["p99"]),
-    Column("attend ms\np50", lambda b: b["attend_ms"]["p50"]),
-    Column("\np99", lambda b: b["attend_ms"]["p99"]),
-    Column("TPOT ms\np50", lambda b: b["tpot_ms"]["p50"]),
-    Column("\np99", lambda b: b["tpot_ms"]["p99"]),
-    Column("total s", lambda b: b["seconds"]["total"]),
-    Column("max error", lambda b: _scientific(b["max_abs_error"])),
+    Measure("allocate µs\np50", lambda b: b["allocate_us"]["p50"]),
+    Measure("\np99", lambda b: b["allocate_us"]["p99"]),
+    Measure("attend ms\np50", lambda b: b["attend_ms"]["p50"]),
+    Measure("\np99", lambda b: b["attend_ms"]["p99"]),
+    Measure("TPOT ms\np50", lambda b: b["tpot_ms"]["p50"]),
+    Measure("\np99", lambda b: b["tpot_ms"]["p99"]),
+    Measure("total s", lambda b: b["seconds"]["total"]),
+    Measure("max error", lambda b: _scientific(b["max_abs_error"])),
 )
 NOTHING = (None, 0, "0%")
 
@@ -95,7 +99,7 @@ def what_to_look_at(compare: dict[str, Any]) -> str:
     return "The books agree: nothing was refused for fragmentation, and waste is the same."
 
 
-def _section(backends: list[Backend], columns: tuple[Column, ...]) -> Table:
+def _section(backends: list[Backend], columns: tuple[Measure, ...]) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("backend", style="bold", vertical="bottom", overflow="fold")
     shown = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from rich.box import SIMPLE_HEAD
@@ -60,27 +60,55 @@ class Column(NamedTuple):
 Columns = tuple[Column, ...]
 
 
-def terminal_table(columns: Columns, rows: Iterable[Row], title: str) -> Table:
-    """The rows for a terminal."""
+def show(columns: Columns, rows: Iterable[Row], title: str) -> None:
+    """Print rows as a table; columns that the terminal has no room for go into a further one.
+
+    Each begins with what names a row: the columns through the last one of text.
+    """
     rows = list(rows)
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=0)
+    room = Console().width
+    for part in _parts(columns, rows, room):
+        table = _table(part, rows)
+        table.title, title = title, ""
+        # Where not even one column has room, lines are longer, and nothing is cut.
+        Console(width=max(room, _total_width(part, rows))).print(table)
+
+
+def _parts(columns: Columns, rows: list[Row], room: int) -> Iterator[Columns]:
+    """The columns, so many at a time as fit beside the names; one column is always taken."""
+    text = [
+        n for n, c in enumerate(columns) if any(isinstance(row.get(c.key), str) for row in rows)
+    ]
+    num_names = 1 + max(text, default=0)
+    names, part = columns[:num_names], columns[:num_names]
+    for column in columns[num_names:]:
+        wider = (*part, column)
+        if part != names and _total_width(wider, rows) > room:
+            yield part
+            wider = (*names, column)
+        part = wider
+    yield part
+
+
+def _total_width(columns: Columns, rows: list[Row]) -> int:
+    return sum(_width(column, rows) + 1 for column in columns) - 1
+
+
+def _width(column: Column, rows: list[Row]) -> int:
+    """Headers wrap between words, values do not."""
+    values = (column.write(row.get(column.key)) for row in rows)
+    return max(len(word) for word in (*column.header.split(), *values))
+
+
+def _table(columns: Columns, rows: list[Row]) -> Table:
+    table = Table(title_justify="left", box=SIMPLE_HEAD, show_edge=False, padding=0)
     for column in columns:
-        # Headers wrap, values do not.
-        width = max((len(column.write(row.get(column.key))) for row in rows), default=0)
         justify: Literal["left", "right"] = "right" if is_numeric(column, rows) else "left"
-        table.add_column(column.header, justify=justify, min_width=width, overflow="fold")
+        table.add_column(column.header, justify=justify, width=_width(column, rows))
     for row in rows:
         # A value may be a file's name: text, whatever it looks like, and not markup.
         table.add_row(*(Text(column.write(row.get(column.key))) for column in columns))
     return table
-
-
-def show(table: Table) -> None:
-    """Print a table; where the terminal is too narrow for its values, lines are longer, not cut."""
-    console = Console()
-    roomy = console.options.update(width=1000)
-    width = max(console.width, console.measure(table, options=roomy).minimum)
-    console.print(table, width=width, crop=False)
 
 
 def markdown_table(columns: Columns, rows: Iterable[Row]) -> str:

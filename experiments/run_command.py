@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import JsonFile, keep, progress_bar, require_folder, say_where
+from .commands import JsonFile, Quick, keep, progress_bar, require_folder, say_where
 from .registry import NAMES, Experiment, Report, find, result
 from .row_tables import Row
 
@@ -47,9 +47,7 @@ def in_words(seconds: int) -> str:
 
 def run_command(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(NAMES)}.")],
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A small form, seconds long, to see that it works.")
-    ] = False,
+    quick: Quick = False,
     out: Annotated[Path, typer.Option(help="Folder for NAME.json and the figure.")] = Path("out"),
     json: JsonFile = None,
 ) -> None:
@@ -80,12 +78,12 @@ def _show(experiment: Experiment, report: Report, rows: list[Row], paths: list[P
     from rich.console import Console
     from rich.text import Text
 
-    from .row_tables import show, terminal_table
+    from .row_tables import show
 
     console = Console()
     title = experiment.name + (" (simulated)" if experiment.module.SIMULATED else "")
     console.print(experiment.question, style="bold")
-    show(terminal_table(experiment.module.COLUMNS, rows, title))
+    show(experiment.module.COLUMNS, rows, title)
     console.print(experiment.refuted_if, style="italic")
     for notice in report.notices:
         console.print(Text(notice, style="dim"))

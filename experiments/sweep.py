@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -25,6 +25,8 @@ from .specs import chosen_model, parse_spec
 from .trace import Trace
 
 LEFT_OUT = ("series", "owners", "seconds", "allocate_us", "attend_ms", "tpot_ms", "max_abs_error")
+CODE = ("*.py", "contiguous/*.py", "pages/*.py", "paged/*.py", "vmm/*.py", "experiments/**/*.py")
+"""What a row can depend on."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,22 @@ class Cell:
     seed: int = 0
 
     def key(self) -> str:
-        """Name of the cell's file: changes with the cell, a trace file's content, the version."""
+        """Name of the cell's file: changes with the cell, a trace file's content, our code."""
         path = Path(self.trace)
         content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-        told = [asdict(self), content, metadata.version("kvalloc")]
+        told = [asdict(self), content, _code()]
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:20]
+
+
+@cache
+def _code() -> str:
+    """Hash of the code that makes a row: who changes an allocator sweeps anew."""
+    package = Path(__file__).parents[1]
+    told = hashlib.sha256()
+    for pattern in CODE:
+        for path in sorted(package.glob(pattern)):
+            told.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return told.hexdigest()
 
 
 def grid(
@@ -69,9 +82,10 @@ def grid(
     Raises
     ------
     BadInput
-        A trace, backend, model or size that does not exist, or an empty grid.
+        A trace, backend, model or size that does not exist, a page or policy that none of the
+        backends takes, or an empty grid.
     """
-    specs = list(dict.fromkeys(_expanded(backends, list(pages), list(policies))))
+    specs = list(dict.fromkeys(_expanded(list(backends), list(pages), list(policies))))
     for spec in specs:
         parse_spec(spec, slots=False)
     chosen_model(model)
@@ -87,12 +101,19 @@ def grid(
     return cells
 
 
-def _expanded(backends: Iterable[str], pages: list[str], policies: list[str]) -> Iterator[str]:
+def _expanded(backends: list[str], pages: list[str], policies: list[str]) -> Iterator[str]:
     choices = {
         "paged": [page for page in pages if page.isdecimal()],
         "vmm": [page for page in pages if not page.isdecimal()],
         "contiguous": policies,
     }
+    options = {"paged": "--page", "vmm": "--page", "contiguous": "--policy"}
+    for family, given in choices.items():
+        if given and family not in backends:
+            raise BadInput(
+                f"{options[family]} {given[0]} is for {family} alone, which is not in the sweep: "
+                f"add -b {family}, or leave it out"
+            )
     for backend in backends:
         if backend not in choices or (backend == "vmm" and not choices["vmm"]):
             yield backend  # whole, or wrong: the reader of SPECs tells

@@ -74,7 +74,8 @@ def sweep_command(
     [bold]paged[/bold] takes each --page that is a number of tokens, [bold]vmm[/bold] each that
     is a size, [bold]contiguous[/bold] each --policy; a whole SPEC, as in
     paged:16, stands for itself. The same command, typed again after an
-    interruption, goes on where it was.
+    interruption, goes on where it was; what changed in trace or code is
+    computed anew.
     """
     cells = grid(
         trace,
@@ -105,14 +106,14 @@ def _tell(rows: list[Row], num_computed: int, out: Path, json: str | None) -> No
     from rich.text import Text
 
     from .environment import environment
-    from .row_tables import show, terminal_table
+    from .row_tables import show
 
     document = {"schema": 1, "experiment": "sweep", "environment": environment(), "rows": rows}
     if not keep(document, out / "sweep.json", json):
         return
     console = Console()
     title = f"{len(rows)} cells, {num_computed} computed now"
-    show(terminal_table(COLUMNS, rows, title))
+    show(COLUMNS, rows, title)
     for row in rows:
         if row["error"]:
             told = f"{row['backend']}, {row['memory']}: {row['error']}"

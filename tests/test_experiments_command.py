@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from kvalloc.experiments import run_command
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.registry import NAMES, Report, find
-from kvalloc.experiments.row_tables import Column, Row, markdown_table, percent, plain
+from kvalloc.experiments.row_tables import Column, Row, markdown_table, percent, plain, show
 
 
 @pytest.fixture
@@ -84,3 +85,60 @@ def test_markdown_writes_each_value_by_its_column() -> None:
         "| b | – | – |",
     ]
     assert [plain(value) for value in (3.0, 0.12345, True, -2)] == ["3", "0.123", "True", "-2"]
+
+
+@pytest.mark.parametrize("name", ["allocators", "attention", "cache", "driver", "mapped"])
+@pytest.mark.parametrize("quick", [True, False])
+def test_every_bench_has_a_quick_form(
+    name: str, quick: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module(f"kvalloc.experiments.bench.{name}")
+    ran: list[object] = []
+    monkeypatch.setattr(module, "run", lambda config, progress: ran.append(config) or [])
+    bench = typer.Typer()
+    module.register(bench)
+    bench.callback()(lambda: None)  # so that the command keeps its name
+    result = CliRunner().invoke(bench, [name, "--json", "-", *["--quick"] * quick])
+    assert result.exit_code == 0, result.output
+    assert ran == [module.QUICK if quick else module.Config()] and module.Config() != module.QUICK
+
+
+ROWS: list[Row] = [
+    {"backend": "vmm:64KiB:interleaved", "calls": 1234567, "differently": 0.5},
+    {"backend": "paged:16", "calls": 1, "differently": None},
+]
+COLUMNS = (
+    Column("backend", "backend"),
+    Column("number of calls", "calls"),
+    Column("answered differently", "differently", percent),
+)
+
+
+@pytest.mark.parametrize("width", [10, 30, 37, 80])
+def test_a_table_breaks_no_word_and_cuts_no_value(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    show(COLUMNS, ROWS, "A title")
+    printed = capsys.readouterr().out
+    lines = [line.rstrip() for line in printed.splitlines()]
+    assert lines[0] == "A title" and "…" not in printed
+    words = set(printed.split())
+    assert {"number", "calls", "answered", "differently", "1,234,567", "50.0"} <= words
+    parts = 1 if width >= 21 + 1 + 9 + 1 + 11 else 2
+    assert printed.count("vmm:64KiB:interleaved") == parts, "each part names its rows"
+    assert max(map(len, lines)) <= max(width, 21 + 1 + 11)
+
+
+def test_columns_through_the_last_text_name_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The page's size is a number, and the call beside it says what was timed."""
+    monkeypatch.setenv("COLUMNS", "20")
+    rows: list[Row] = [{"page": n, "call": f"call{n}", "a": 1, "b": None} for n in (4096, 8192)]
+    show(tuple(Column(key, key) for key in ("page", "call", "a", "b")), rows, "")
+    both = capsys.readouterr().out
+    assert both.count("call4096") == 1
+    rows[0]["a"] = 10**8
+    show(tuple(Column(key, key) for key in ("page", "call", "a", "b")), rows, "")
+    assert capsys.readouterr().out.count("4,096 call4096") == 2

@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kvalloc.experiments import sweep as module
 from kvalloc.experiments import sweep_command
 from kvalloc.experiments.errors import BadInput
 from kvalloc.experiments.readers import read_trace
@@ -51,6 +52,10 @@ def test_families_take_their_pages_and_policies() -> None:
         ({"backends": ["paged"]}, "paged alone needs --page TOKENS"),
         ({"backends": ["contiguous"]}, "contiguous alone needs --policy"),
         ({"backends": ["pages:4"]}, "unknown backend 'pages:4'"),
+        ({"backends": ["vmm"], "pages": ["16"]}, "--page 16 is for paged alone"),
+        ({"pages": ["16"]}, "--page 16 is for paged alone"),  # paged:4 stands for itself
+        ({"backends": ["paged"], "pages": ["4", "2MiB"]}, "--page 2MiB is for vmm alone"),
+        ({"policies": ["max"]}, "--policy max is for contiguous alone"),
         ({"memories": ["much"]}, "'much' is not a size"),
         ({"memories": []}, "nothing to sweep"),
         ({"model": "lama-3-8b"}, "did you mean"),
@@ -109,6 +114,19 @@ def test_a_changed_file_is_another_cell(tmp_path: Path) -> None:
     assert before == cell.key() != replace(cell, seed=1).key()
     path.write_text(path.read_text() + "1,4,2,2\n")
     assert cell.key() != before
+
+
+def test_changed_code_is_another_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = CELLS[0].key()
+    read = Path.read_bytes
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: read(path) + (b"#" if path.name == "pool.py" else b"")
+    )
+    module._code.cache_clear()
+    after = CELLS[0].key()
+    monkeypatch.undo()
+    module._code.cache_clear()
+    assert after != before == CELLS[0].key()
 
 
 def test_a_cell_that_cannot_be_says_why(tmp_path: Path) -> None:

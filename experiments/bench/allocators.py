@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from ..commands import MOST_ROUNDS, JsonFile, keep, progress_bar, require_folder, say_where
+from ..commands import MOST_ROUNDS, JsonFile, Quick, keep, progress_bar, require_folder, say_where
 from ..errors import BadInput
 from ..registry import bench_result
 from ..row_tables import Column, Columns, Row
@@ -48,6 +48,9 @@ class Config:
     backends: tuple[str, ...] = DEFAULT_BACKENDS
     requests: int = 10_000
     repeats: int = 5
+
+
+QUICK = Config(requests=200, repeats=1)
 
 
 def register(bench: typer.Typer) -> None:
@@ -152,10 +155,16 @@ def allocators_command(
             help=f"Pages count tokens. Repeat it (default: {', '.join(DEFAULT_BACKENDS)}).",
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of the trace.")] = 10_000,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help=f"Of the trace (default: {Config.requests}).")
+    ] = None,
     repeats: Annotated[
-        int, typer.Option(min=1, max=MOST_ROUNDS, help="Runs, of which the median.")
-    ] = 5,
+        int | None,
+        typer.Option(
+            min=1, max=MOST_ROUNDS, help=f"Runs, of which the median (default: {Config.repeats})."
+        ),
+    ] = None,
+    quick: Quick = False,
     out: Annotated[Path, typer.Option(help="Folder for bench_allocators.json.")] = Path("out"),
     json: JsonFile = None,
 ) -> None:
@@ -165,15 +174,18 @@ def allocators_command(
 
     [cyan]kvalloc bench allocators -b paged:16 -b vmm:16 --json -[/cyan]
     """
-    config = Config(tuple(backend or DEFAULT_BACKENDS), requests, repeats)
+    default = QUICK if quick else Config()
+    config = Config(
+        tuple(backend or default.backends), requests or default.requests, repeats or default.repeats
+    )
     require_folder(out, json)
     with progress_bar("backends", quiet=json == "-") as progress:
         rows = run(config, progress)
     document = bench_result("allocators", asdict(config), rows)
     if keep(document, out / "bench_allocators.json", json):
-        from ..row_tables import show, terminal_table
+        from ..row_tables import show
 
-        show(terminal_table(COLUMNS, rows, "Bookkeeping, canonical trace"))
+        show(COLUMNS, rows, "Bookkeeping, canonical trace")
         say_where(out, ["bench_allocators.json"])
 
 

@@ -19,6 +19,7 @@ from ...geometry import canonical_dtype
 from ..commands import (
     MOST_ROUNDS,
     JsonFile,
+    Quick,
     check_memory,
     keep,
     progress_bar,
@@ -27,7 +28,7 @@ from ..commands import (
 )
 from ..errors import BadInput
 from ..registry import bench_result
-from ..row_tables import Column, Columns, Row, percent, show, terminal_table
+from ..row_tables import Column, Columns, Row, percent, show
 
 if TYPE_CHECKING:
     from .attention_points import Point
@@ -172,9 +173,7 @@ def attention_command(
         int | None,
         typer.Option(min=1, max=MOST_ROUNDS, help=f"Timed rounds (default: {Config.rounds})."),
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Smaller defaults: seconds, to see that it works.")
-    ] = False,
+    quick: Quick = False,
     out: Annotated[
         Path, typer.Option(help="Folder for bench_attention.json and the figure.")
     ] = Path("out"),
@@ -211,7 +210,7 @@ def attention_command(
         from .attention_figure import plot
 
         paths = plot(rows, out)
-        show(terminal_table(COLUMNS, rows, "Decode attention, one query per sequence"))
+        show(COLUMNS, rows, "Decode attention, one query per sequence")
         say_where(out, ["bench_attention.json", *(path.name for path in paths)])
 
 

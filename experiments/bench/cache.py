@@ -19,6 +19,7 @@ from ...geometry import ITEMSIZE
 from ..commands import (
     MOST_ROUNDS,
     JsonFile,
+    Quick,
     check_memory,
     keep,
     progress_bar,
@@ -27,7 +28,7 @@ from ..commands import (
 )
 from ..errors import BadInput
 from ..registry import bench_result
-from ..row_tables import Column, Columns, Row, show, terminal_table
+from ..row_tables import Column, Columns, Row, show
 
 COLUMNS: Columns = (
     Column("cache", "cache"),
@@ -52,6 +53,9 @@ class Config:
     dtype: str = "float32"
     num_rounds: int = 100
     max_length: int = 32768
+
+
+QUICK = Config(contexts=(64,), num_rounds=3, max_length=256)
 
 
 def register(bench: typer.Typer) -> None:
@@ -201,15 +205,24 @@ def cache_command(
         list[int] | None,
         typer.Option(min=1, help="Tokens stored. Repeat it (default: 1024, 2048, 4096, 8192)."),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
-    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 8,
-    q_heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Rows.")] = Config.batch,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = Config.kv_heads,
+    q_heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = Config.q_heads,
     rounds: Annotated[
-        int, typer.Option(min=1, max=MOST_ROUNDS, help="Timed steps per cache.")
-    ] = 100,
+        int | None,
+        typer.Option(
+            min=1, max=MOST_ROUNDS, help=f"Timed steps per cache (default: {Config.num_rounds})."
+        ),
+    ] = None,
     max_length: Annotated[
-        int, typer.Option(min=1, help="Length that the caches are made for, where memory is told.")
-    ] = 32768,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Length that the caches are made for, where memory is told "
+            f"(default: {Config.max_length}).",
+        ),
+    ] = None,
+    quick: Quick = False,
     out: Annotated[Path, typer.Option(help="Folder for bench_cache.json and the figure.")] = Path(
         "out"
     ),
@@ -226,13 +239,14 @@ def cache_command(
     takes with so many stored. Medians of interleaved steps. [bold]gathered[/bold]: a model whose
     attention does not read pages.
     """
+    default = QUICK if quick else Config()
     config = Config(
-        contexts=tuple(context or Config.contexts),
+        contexts=tuple(context or default.contexts),
         batch=batch,
         kv_heads=kv_heads,
         q_heads=q_heads,
-        num_rounds=rounds,
-        max_length=max_length,
+        num_rounds=rounds or default.num_rounds,
+        max_length=max_length or default.max_length,
     )
     require_folder(out, json)
     with progress_bar("phases", quiet=json == "-") as progress:
@@ -241,5 +255,5 @@ def cache_command(
     if not keep(document, out / "bench_cache.json", json):
         return
     paths = plot(rows, out)
-    show(terminal_table(COLUMNS, rows, "Caches of a transformers model"))
+    show(COLUMNS, rows, "Caches of a transformers model")
     say_where(out, ["bench_cache.json", *(path.name for path in paths)])

@@ -14,11 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ..commands import MOST_ROUNDS, JsonFile, keep, progress_bar, require_folder, say_where
+from ..commands import MOST_ROUNDS, JsonFile, Quick, keep, progress_bar, require_folder, say_where
 from ..errors import BadInput
 from ..output import parse_bytes
 from ..registry import bench_result
-from ..row_tables import Column, Columns, Row, show, size, terminal_table
+from ..row_tables import Column, Columns, Row, show, size
 
 DEFAULT_PAGES = ("4KiB", "64KiB", "2MiB")
 NUM_WARM_UP = 10
@@ -38,6 +38,9 @@ class Config:
 
     page_bytes: tuple[int, ...] = tuple(map(parse_bytes, DEFAULT_PAGES))
     num_rounds: int = 500
+
+
+QUICK = Config(num_rounds=20)
 
 
 def register(bench: typer.Typer) -> None:
@@ -123,8 +126,12 @@ def driver_command(
         typer.Option("--page", metavar="SIZE", help="Repeat it (default: 4KiB, 64KiB, 2MiB)."),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, max=MOST_ROUNDS, help="Timed rounds per page size.")
-    ] = 500,
+        int | None,
+        typer.Option(
+            min=1, max=MOST_ROUNDS, help=f"Timed rounds per page (default: {Config.num_rounds})."
+        ),
+    ] = None,
+    quick: Quick = False,
     out: Annotated[Path, typer.Option(help="Folder for bench_driver.json.")] = Path("out"),
     json: JsonFile = None,
 ) -> None:
@@ -139,10 +146,13 @@ def driver_command(
     page needed. [bold]ratio[/bold]: over the bare system calls.
     """
     require_folder(out, json)
-    config = Config(tuple(parse_bytes(size) for size in page or DEFAULT_PAGES), rounds)
+    default = QUICK if quick else Config()
+    config = Config(
+        tuple(parse_bytes(size) for size in page or DEFAULT_PAGES), rounds or default.num_rounds
+    )
     with progress_bar("rounds", quiet=json == "-") as progress:
         rows = run(config, progress)
     result = bench_result("driver", asdict(config), rows)
     if keep(result, out / "bench_driver.json", json):
-        show(terminal_table(COLUMNS, rows, "Host driver"))
+        show(COLUMNS, rows, "Host driver")
         say_where(out, ["bench_driver.json"])

@@ -15,9 +15,9 @@ from typing import Annotated
 
 import typer
 
-from ..commands import JsonFile, keep, progress_bar, require_folder, say_where
+from ..commands import JsonFile, Quick, keep, progress_bar, require_folder, say_where
 from ..registry import bench_result
-from ..row_tables import Column, Columns, Row, show, terminal_table
+from ..row_tables import Column, Columns, Row, show
 
 COLUMNS: Columns = (
     Column("layout", "layout"),
@@ -121,9 +121,7 @@ def _summary(timed: list[list[float]]) -> Row:
 
 
 def mapped_command(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="A small form, seconds long, to see that it works.")
-    ] = False,
+    quick: Quick = False,
     out: Annotated[Path, typer.Option(help="Folder for bench_mapped.json.")] = Path("out"),
     json: JsonFile = None,
 ) -> None:
@@ -144,5 +142,5 @@ def mapped_command(
     result = bench_result("mapped", asdict(config), rows)
     if keep(result, out / "bench_mapped.json", json):
         title = "Dense attention over mapped pages, beside ordinary tensors"
-        show(terminal_table(COLUMNS, rows, title))
+        show(COLUMNS, rows, title)
         say_where(out, ["bench_mapped.json"])
