@@ -41,8 +41,8 @@ def draw(
     Returns
     -------
     list of Path
-        ``memory-over-time`` and, for small runs, ``address-space``; the same input gives the
-        same bytes.
+        ``memory-over-time`` and, for small runs, ``address-space``, which is removed where it is
+        an earlier run's; the same input gives the same bytes.
     """
     folder = Path(out_dir)
     with style.applied():
@@ -50,8 +50,13 @@ def draw(
         recorded = [backend for backend in compare["backends"] if backend.get("owners")]
         if recorded:
             paths += style.save(draw_address_space(compare, recorded), folder, "address-space")
-        elif notify is not None:
-            notify("no address-space figure: the run was too large to record who holds which slot")
+        else:
+            for kind in style.FIGURE_KINDS:  # that of an earlier run would pass for this one's
+                (folder / f"address-space.{kind}").unlink(missing_ok=True)
+            if notify is not None:
+                notify(
+                    "no address-space figure: the run was too large to record who holds which slot"
+                )
     return paths
 
 

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 INK = "#222222"
 FAINT = "#6b6b6b"
 REFUSED = "#b00020"
+FIGURE_KINDS: dict[str, dict[str, Any]] = {
+    "svg": {"Date": None, "Creator": None},
+    "png": {"Software": None},
+}
+"""What a figure is written as, and what of that would differ from run to run."""
 
 RC: dict[str, Any] = {
     "axes.axisbelow": True,
@@ -152,7 +157,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         figure.draw_without_rendering()
         figure.set_layout_engine("none")  # laid out once, the same in both files
-        for kind, about in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
+        for kind, about in FIGURE_KINDS.items():
             buffer = BytesIO()
             figure.savefig(buffer, format=kind, dpi=160, metadata=about)
             paths.append(write_atomic(folder / f"{name}.{kind}", buffer.getvalue()))

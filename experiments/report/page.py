@@ -15,7 +15,7 @@ from ..compare_figures import draw
 from ..compare_tables import what_to_look_at
 from ..environment import in_short
 from ..errors import blaming
-from ..output import format_bytes
+from ..output import counted, format_bytes
 from ..registry import NAMES, find
 from ..results_docs import busy
 from ..row_tables import Row
@@ -117,7 +117,7 @@ def _title(document: Document) -> str:
         usual = stem in (document.name, f"{document.name}-simulated")
         return (document.name if usual else f"{document.name}: {stem}").replace("_", " ")
     requests = document.part("trace").get("requests")
-    count = f", {requests:,} requests" if isinstance(requests, int) else ""
+    count = f", {counted(requests, 'request')}" if isinstance(requests, int) else ""
     return f"{document.name}{count}, on {len(document.content['backends'])} backends"
 
 
