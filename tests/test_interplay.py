@@ -1,4 +1,4 @@
-"""Faults that a reader found: books that went wrong where driver, windows or threads met."""
+"""Books where driver, windows, sharing and threads meet: faults that readers found, one by one."""
 
 from __future__ import annotations
 
