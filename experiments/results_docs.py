@@ -55,7 +55,7 @@ SUMMARIES: dict[str, tuple[str, Columns, tuple[str, ...]]] = {
         (
             Column("backend", "backend"),
             Column("holds tokens", "tokens", percent),
-            Column("reserved for later", "later", percent),
+            Column("filled later", "later", percent),
             Column("never filled", "never", percent),
             Column("requests running", "running"),
         ),

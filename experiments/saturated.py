@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..contract import Allocator
+from ..contract import Allocator, Usage
 from .errors import BadInput
 from .scheduler import Scheduler
 from .scheduling import Counts
@@ -32,26 +32,39 @@ def drain(
 class Shares:
     """Where the bytes are, averaged over the steps in which a request waited for memory.
 
-    Waste is split by hindsight: what a sequence will still fill, and what it never will.
+    Waste is split by hindsight, sequence by sequence: what it will still fill of what it holds,
+    be that a reservation or the rest of a page, and what it never will.
     """
 
     def __init__(self, trace: Trace, allocator: Allocator) -> None:
         self.num_steps = 0
         self._allocator = allocator
         self._totals = trace.prompt + trace.output
+        self._held: dict[tuple[str, int], int] = {}
         self._sums: npt.NDArray[np.float64] = np.zeros(5)
 
     def sample(self, scheduler: Scheduler) -> None:
         """Book a step, if a request waits and one runs."""
         if not (scheduler.waiting and scheduler.active):
             return
-        usage = self._allocator.usage()
+        usage, active = self._allocator.usage(), scheduler.active
         token_bytes = self._allocator.geometry.bytes_per_token
-        to_come = int(self._totals[scheduler.active].sum()) * token_bytes - usage.live
-        later = max(0, min(usage.reservation, to_come))
+        lengths = [self._allocator.length(request) for request in active]
+        held = np.array([self._bytes_held(*of, usage) for of in zip(active, lengths, strict=True)])
+        assert held.sum() == usage.reserved, "sequences that share hold less than their sum"
+        stored = token_bytes * np.array(lengths)
+        to_come = token_bytes * self._totals[active] - stored
+        later = int(np.minimum(held - stored, to_come).sum())
         parts = (usage.live, later, usage.waste - later, usage.free)
         self._sums += [*(part / usage.capacity for part in parts), len(scheduler.active)]
         self.num_steps += 1
+
+    def _bytes_held(self, request: int, length: int, usage: Usage) -> int:
+        """Reservations hang on the request, pages and exact intervals on the length alone."""
+        key = ("request", request) if usage.reservation else ("length", length)
+        if key not in self._held:
+            self._held[key] = sum(stop - start for start, stop in self._allocator.spans(request))
+        return self._held[key]
 
     def mean(self) -> dict[str, float]:
         """``tokens, later, never, free`` as shares of the memory, and ``running`` requests.

@@ -215,15 +215,17 @@ class PageAllocator(PageMoves):
     def spans(self, seq: Seq) -> list[tuple[int, int]]:
         """Physical byte intervals of the pages held, in token order, neighbours merged."""
         row = self._seqs.row(seq)
-        spans: list[tuple[int, int]] = []
-        for g, group in enumerate(self.groups):
-            by_column = self._row_pages(row, g).reshape(group.columns, -1)
-            for page in by_column.T.ravel().tolist():
-                start, stop = page * self.page_bytes, (page + 1) * self.page_bytes
-                if spans and spans[-1][1] == start:
-                    start = spans.pop()[0]
-                spans.append((start, stop))
-        return spans
+        by_group = [
+            self._row_pages(row, g).reshape(group.columns, -1).T.ravel()
+            for g, group in enumerate(self.groups)
+        ]
+        pages = np.concatenate(by_group).astype(np.int64)
+        starts = pages[np.diff(pages, prepend=-2) != 1]
+        stops = pages[np.diff(pages, append=-2) != 1] + 1
+        return [
+            (start * self.page_bytes, stop * self.page_bytes)
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
 
     def usage(self) -> Usage:
         """The books in bytes; see ``Usage``."""

@@ -3,7 +3,12 @@
 Real caches without attention: only the verbs are called, and timed from outside. The mapped
 cache is served the same requests in four states: pages created on the way (first pass), pages
 created before but mapped nowhere (pooled), rows still mapped from the pass before (warm), and a
-thread that maps ahead while the step "computes" (a pause, the same for every backend).
+thread that maps ahead while the step "computes" (a pause, the same for every backend). All take
+turns, several times over.
+
+Of the contiguous and the paged cache this times the books alone: their memory was reserved when
+they were made, and the system provides it when it is first written. A mapped page is provided,
+zeroed, when it is mapped. The calls that mapping takes grow with the layers, which are four here.
 
 Refuted if warm rows needed as many driver calls as pooled ones, or if mapping ahead left growth
 as slow at the 99th percentile as the first pass.
@@ -12,11 +17,13 @@ as slow at the 99th percentile as the first pass.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ...geometry import KVGeometry
 from ...telemetry import Clock, MeasuredAllocator
@@ -48,16 +55,17 @@ COLUMNS: Columns = (
     Column("p90, µs", "us_p90"),
     Column("p99, µs", "us_p99"),
     Column("max, µs", "us_max"),
-    Column("driver calls", "driver_calls"),
+    Column("driver calls a pass", "driver_calls"),
 )
 
 
 @dataclass(frozen=True)
 class Config:
-    """Requests, how many run at once, pages of the mapped cache, and the pause of a step."""
+    """Requests, how many run at once, rounds, pages of the mapped cache, the pause of a step."""
 
     requests: int = 120
     running: int = 12
+    rounds: int = 3
     pages: tuple[str, ...] = ("64KiB", "2MiB")
     memory: str = "1GiB"
     pause_ms: float = 2.0
@@ -66,7 +74,18 @@ class Config:
 
 
 CONFIG = Config()
-QUICK = Config(requests=12, running=4, pages=("64KiB",), memory="256MiB", pause_ms=0.2)
+QUICK = Config(requests=12, running=4, rounds=2, pages=("64KiB",), memory="256MiB", pause_ms=0.2)
+
+
+class Pass(NamedTuple):
+    """One pass over the trace: microseconds of each call; calls of the driver, if there is one."""
+
+    us: dict[str, npt.NDArray[np.float64]]
+    driver_calls: int | None
+
+
+Passes = dict[tuple[str, str], list[Pass]]
+"""By backend and state."""
 
 
 def run(config: Config, report: Report) -> list[Row]:
@@ -78,64 +97,65 @@ def run(config: Config, report: Report) -> list[Row]:
         Not on Linux: the host driver needs it.
     """
     trace = generate("sharegpt", requests=config.requests, seed=config.seed, rate=0)
-    trace = trace.with_max_new("output")
-    rows: list[Row] = []
-    total = 2 + 4 * len(config.pages)
-    memory = parse_bytes(config.memory)
-    for name in ("contiguous:max", "paged:16"):
-        report.progress(len(rows) // 2, total)
-        with parse_spec(name, slots=False).cache(MODEL, memory, device="cpu") as cache:
-            rows += _pass(name, "–", cache, trace, config)
-    for done, page in enumerate(config.pages):
-        report.progress(2 + 4 * done, total)
-        try:
-            rows += _mapped(page, trace, config)
-        except OSError as error:
-            raise BadInput(f"the host driver cannot map here: {error}") from error
-    return rows
+    trace = trace.with_max_new(None)
+    passes: Passes = defaultdict(list)
+    total = config.rounds * (2 + 4 * len(config.pages))
+    for _ in range(config.rounds):
+        for name in ("contiguous:max", "paged:16"):
+            report.progress(sum(map(len, passes.values())), total)
+            memory = parse_bytes(config.memory)
+            with parse_spec(name, slots=False).cache(MODEL, memory, device="cpu") as cache:
+                passes[name, "–"].append(_pass(cache, trace, config))
+        for page in config.pages:
+            report.progress(sum(map(len, passes.values())), total)
+            try:
+                _mapped(page, trace, config, passes)
+            except OSError as error:
+                raise BadInput(f"the host driver cannot map here: {error}") from error
+    return [_row(*of, op, found) for of, found in passes.items() for op in OPS]
 
 
-def _mapped(page: str, trace: Trace, config: Config) -> list[Row]:
+def _mapped(page: str, trace: Trace, config: Config, passes: Passes) -> None:
     from ...vmm import VmmAllocator, VmmKVCache
 
     name, page_bytes, memory = f"vmm:{page}", parse_bytes(page), parse_bytes(config.memory)
-    rows: list[Row] = []
     with VmmKVCache(MODEL, memory, page_bytes) as cache:
-        rows += _pass(name, "first pass", cache, trace, config)
-        rows += _pass(name, "warm rows", cache, trace, config)
+        passes[name, "first pass"].append(_pass(cache, trace, config))
+        passes[name, "warm rows"].append(_pass(cache, trace, config))
         VmmAllocator.reclaim(cache)  # unmaps, but keeps the pages
-        rows += _pass(name, "pooled", cache, trace, config)
+        passes[name, "pooled"].append(_pass(cache, trace, config))
     with VmmKVCache(MODEL, memory, page_bytes, ahead_tokens=config.ahead_tokens) as cache:
-        rows += _pass(name, "mapping ahead", cache, trace, config)
-    return rows
+        passes[name, "mapping ahead"].append(_pass(cache, trace, config))
 
 
-def _pass(name: str, state: str, cache: KVCache, trace: Trace, config: Config) -> list[Row]:
-    """Serve the trace once; rows of its calls."""
+def _pass(cache: KVCache, trace: Trace, config: Config) -> Pass:
+    """Serve the trace once."""
     measured = MeasuredAllocator(cache, Clock())
     before = _driver_calls(cache)
     for _ in drain(trace, measured, max_running=config.running):
         time.sleep(config.pause_ms / 1e3)
     calls = _driver_calls(cache)
-    rows = []
-    for op in OPS:
-        us = np.array(measured.clock.durations[op]) / 1e3
-        p50, p90, p99 = np.percentile(us, [50, 90, 99])
-        rows.append(
-            {
-                "backend": name,
-                "state": state,
-                "op": op,
-                "calls": len(us),
-                "us_p50": float(p50),
-                "us_p90": float(p90),
-                "us_p99": float(p99),
-                "us_max": float(us.max()),
-                "driver_calls": None if calls is None or before is None else calls - before,
-                "quantiles": np.quantile(us, QUANTILES).round(2).tolist(),
-            }
-        )
-    return rows
+    us = {op: np.array(measured.clock.durations[op]) / 1e3 for op in OPS}
+    return Pass(us, None if calls is None or before is None else calls - before)
+
+
+def _row(name: str, state: str, op: str, passes: list[Pass]) -> Row:
+    """All passes of a backend in a state as one; driver calls are those of one pass, the mean."""
+    us = np.concatenate([one.us[op] for one in passes])
+    calls = [one.driver_calls for one in passes if one.driver_calls is not None]
+    p50, p90, p99 = np.percentile(us, [50, 90, 99])
+    return {
+        "backend": name,
+        "state": state,
+        "op": op,
+        "calls": len(us),
+        "us_p50": float(p50),
+        "us_p90": float(p90),
+        "us_p99": float(p99),
+        "us_max": float(us.max()),
+        "driver_calls": sum(calls) / len(calls) if calls else None,
+        "quantiles": np.quantile(us, QUANTILES).round(2).tolist(),
+    }
 
 
 def _driver_calls(cache: KVCache | VmmKVCache) -> int | None:

@@ -37,6 +37,7 @@ COLUMNS: Columns = (
     Column("tokens / held", "of_held", percent),
     Column("paper", "paper", percent),
     Column("running", "running"),
+    Column("preemptions", "preemptions"),
     Column("steps", "steps"),
 )
 
@@ -82,7 +83,7 @@ def run(config: Config, report: Report) -> list[Row]:
 
 PARTS = (
     ("tokens", "holds tokens", 0.0),
-    ("later", "reserved, filled later", 0.55),
+    ("later", "held, filled later", 0.55),
     ("never", "held, never filled", 0.78),
     ("free", "free, too small or in the wrong place", 0.93),
 )

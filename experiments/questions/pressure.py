@@ -3,8 +3,12 @@
 SIMULATED: requests, memory and preemptions are replayed exactly; the time of every step comes
 from a roofline of the named GPU (``step_model``), not from a measurement. Goodput counts the
 requests a second whose first token came within the limit and whose tokens followed, on average,
-within theirs. Swapping moves every page of a victim to host memory and back over PCIe, and steps
-wait for it.
+within theirs. Swapping moves the tokens of a victim to host memory and back over PCIe, and steps
+wait for it. Nobody knows the outputs beforehand: ``contiguous:max`` reserves the largest one of
+the trace for everybody, and ``contiguous:oracle`` stands for a server that knew them all.
+
+Where requests are turned away, one whose growth is refused is cut off as well: it has an answer
+in part, and its place is free for others.
 
 Refuted if the three differed in goodput while nobody was preempted or turned away, or if
 computing again served more good requests than swapping while sequences were preempted.
@@ -41,7 +45,8 @@ COLUMNS: Columns = (
     Column("p99, s", "ttft_p99_s"),
     Column("per token p50, ms", "tpot_p50_ms"),
     Column("preempted", "preemptions"),
-    Column("lost", "lost"),
+    Column("turned away", "turned_away"),
+    Column("cut off", "cut_off"),
 )
 
 
@@ -55,7 +60,7 @@ class Config:
     memory: str = "8GiB"
     requests: int = 1_500
     rates: tuple[float, ...] = (8.0, 12.0, 16.0, 18.0, 20.0, 24.0)
-    backends: tuple[str, ...] = ("paged:16", "contiguous:max")
+    backends: tuple[str, ...] = ("paged:16", "contiguous:max", "contiguous:oracle")
     ttft_limit_s: float = 2.0
     tpot_limit_ms: float = 50.0
     pcie_bytes_per_s: float = 25e9
@@ -106,7 +111,8 @@ def _outcome(timed: Timed, config: Config) -> Row:
         "ttft_p99_s": p99,
         "tpot_p50_ms": float(np.median(tpot) * 1e3) if done.any() else None,
         "preemptions": timed.counts.preemptions,
-        "lost": int((~done).sum()),
+        "turned_away": timed.counts.rejected,
+        "cut_off": int((~done).sum()) - timed.counts.rejected,
         "recomputed_tokens": timed.counts.recomputed_tokens,
         "swapped_tokens": timed.counts.swapped_tokens,
         "seconds": timed.end,
@@ -122,7 +128,7 @@ def plot(rows: list[Row], out: Path) -> list[Path]:
     backends = list(dict.fromkeys(row["backend"] for row in rows))
     lines = {"recompute": "solid", "swap": "dashed", "reject": "dotted"}
     with style.applied():
-        figure = Figure(figsize=(4.2 * len(backends) + 1, 5.0), layout="constrained")
+        figure = Figure(figsize=(3.0 * len(backends) + 1, 5.0), layout="constrained")
         grid = figure.subplots(2, len(backends), sharex=True, sharey="row", squeeze=False)
         for column, backend in enumerate(backends):
             for panel, key in ((0, "goodput"), (1, "ttft_p99_s")):
