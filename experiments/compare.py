@@ -38,7 +38,8 @@ class Settings:
     run : bool
         Real memory and attention; otherwise the books alone.
     layout : str
-        Memory order of tensors, the same for all backends, so that kernels are compared fairly.
+        Memory order of tensors, the same for all backends, so that kernels are compared fairly;
+        the books of mapped memory depend on it, since each buffer has pages of its own.
     """
 
     specs: tuple[Spec, ...]
@@ -102,7 +103,7 @@ def _check_backends(settings: Settings) -> None:
         if settings.run:
             spec.cache(*memory, device=settings.device, layout=settings.layout).close()
         else:
-            spec.allocator(*memory)
+            spec.allocator(*memory, layout=settings.layout)
 
 
 def _one(
@@ -149,7 +150,7 @@ def _one(
 def _account(
     trace: Trace, settings: Settings, spec: Spec, report: Tell
 ) -> tuple[Result, Clock | None, dict[str, Any]]:
-    allocator = spec.allocator(settings.geometry, settings.memory_bytes)
+    allocator = spec.allocator(settings.geometry, settings.memory_bytes, layout=settings.layout)
     result, extra = _replayed(trace, settings, allocator, report)
     return result, None, {**extra, "error": None}
 

@@ -87,6 +87,6 @@ def described_settings(settings: Settings) -> dict[str, Any]:
         "on_full": settings.on_full,
         "on_failure": settings.on_failure,
         "device": settings.device if settings.run else None,
-        "layout": settings.layout if settings.run else None,
+        "layout": settings.layout,
         "seed": settings.seed,
     }

@@ -49,11 +49,19 @@ class Spec:
     options: dict[str, Any]
 
     def allocator(
-        self, geometry: KVGeometry, memory_bytes: int, limit: int | None = None
+        self,
+        geometry: KVGeometry,
+        memory_bytes: int,
+        limit: int | None = None,
+        *,
+        layout: str | None = None,
     ) -> Allocator:
-        """The books alone."""
+        """The books alone; those of ``vmm`` depend on the memory's order, as its buffers do."""
+        options: dict[str, Any] = {"limit": limit, **self.options}
+        if layout is not None and self.kind == "vmm":
+            options.setdefault("layout", layout)
         maker = {"contiguous": ContiguousAllocator, "paged": PagedAllocator, "vmm": VmmAllocator}
-        made = self._made(maker[self.kind], geometry, memory_bytes, limit=limit, **self.options)
+        made = self._made(maker[self.kind], geometry, memory_bytes, **options)
         assert isinstance(made, Allocator)
         return made
 

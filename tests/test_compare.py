@@ -210,6 +210,22 @@ def test_a_run_has_the_same_books_as_the_account(
             assert real[key] == books[key], (real["spec"], key)
 
 
+def test_the_books_of_mapped_memory_depend_on_its_order(tmp_path: Path) -> None:
+    """A head of its own buffer fills a page later: the account says so without a run."""
+    of = {}
+    for order in ("token-major", "head-major"):
+        for how in ("--account", "--run"):
+            options = ("hole", how, "--memory", "4MiB", "--layout", order)
+            result = compared(*options, *backends("paged:16", "vmm:64KiB"), folder=tmp_path)
+            assert result["settings"]["layout"] == order
+            of[order, how] = [backend["peak_reserved"] for backend in result["backends"]]
+    assert all(
+        of[order, "--run"] == of[order, "--account"] for order in ("token-major", "head-major")
+    )
+    (pages, mapped), (same, more) = (of[order, "--run"] for order in ("token-major", "head-major"))
+    assert pages == same and mapped < more
+
+
 def test_limit_and_max_new_shape_the_trace(tmp_path: Path) -> None:
     (tmp_path / "mine.csv").write_text(REQUESTS)
     options = ("mine.csv", "--account", *backends("contiguous:max"), "--limit", "2")
