@@ -94,7 +94,12 @@ def test_every_bench_has_a_quick_form(
 ) -> None:
     module = import_module(f"kvalloc.experiments.bench.{name}")
     ran: list[object] = []
-    monkeypatch.setattr(module, "run", lambda config, progress: ran.append(config) or [])
+
+    def run(config: object, progress: object) -> list[Row]:
+        ran.append(config)
+        return []
+
+    monkeypatch.setattr(module, "run", run)
     bench = typer.Typer()
     module.register(bench)
     bench.callback()(lambda: None)  # so that the command keeps its name

@@ -121,8 +121,8 @@ def recorded_requests(name: str, config: Config, limit: int | None, trace: Trace
 
 
 def _label(row: Row) -> str:
-    limit = row["limit"]
-    return row["backend"] + ("" if limit is None else f" ({limit:,})")
+    name, limit = row["backend"], row["limit"]
+    return f"{name}" if limit is None else f"{name} ({limit:,})"
 
 
 def plot(rows: list[Row], out: Path) -> list[Path]:
