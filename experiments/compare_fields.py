@@ -30,9 +30,8 @@ def peaks(recorder: Recorder, token_bytes: int) -> dict[str, Any]:
 def times(clock: Clock | None, total: float) -> dict[str, Any]:
     """Times of a real run; null without one."""
     if clock is None:
-        nothing = {"allocate": None, "write": None, "attend": None, "total": None}
         return {
-            "seconds": nothing,
+            "seconds": dict.fromkeys(("allocate", "write", "view", "attend", "total")),
             "allocate_us": {"p50": None, "p99": None, "max": None},
             "attend_ms": {"p50": None, "p99": None},
             "tpot_ms": {"p50": None, "p99": None},
@@ -44,6 +43,7 @@ def times(clock: Clock | None, total: float) -> dict[str, Any]:
         "seconds": {
             "allocate": clock.seconds(*ALLOCATE),
             "write": clock.seconds("write"),
+            "view": clock.seconds("view"),
             "attend": clock.seconds("attend", "prefill"),
             "total": total,
         },

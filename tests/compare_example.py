@@ -59,7 +59,7 @@ def compare_example(
         replay = Recording(trace, simulator.memory(spec, slots, None), on_full, on_failure)
         replay.run()
         capacity = counters["series"]["free"][0] + counters["series"]["reserved"][0]
-        times = dict.fromkeys(("allocate", "write", "attend", "total"))
+        times = dict.fromkeys(("allocate", "write", "view", "attend", "total"))
         backends.append(
             {
                 "spec": spec,

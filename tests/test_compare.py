@@ -19,7 +19,7 @@ from kvalloc.tests.compare_example import compare_example
 DROP = ("--on-full", "reject", "--on-failure", "drop")
 TOP = {"schema", "environment", "trace", "settings", "backends"}
 TIMES = {
-    "seconds": {"allocate", "write", "attend", "total"},
+    "seconds": {"allocate", "write", "view", "attend", "total"},
     "allocate_us": {"p50", "p99", "max"},
     "attend_ms": {"p50", "p99"},
     "tpot_ms": {"p50", "p99"},
@@ -175,7 +175,7 @@ def test_a_run_is_right_and_takes_time(run: tuple[Path, str, dict[str, Any]]) ->
             assert set(backend[key]) == parts
             assert all(value > 0 for value in backend[key].values()), key
         assert backend["seconds"]["total"] > sum(
-            backend["seconds"][part] for part in ("allocate", "write", "attend")
+            backend["seconds"][part] for part in ("allocate", "write", "view", "attend")
         )
         assert backend["allocate_us"]["p50"] <= backend["allocate_us"]["max"]
         assert 0 < backend["max_abs_error"] <= 1e-5
