@@ -86,11 +86,11 @@ class PageMoves(PagePlacing):
         self._version += 1
         with ExitStack() as undo:
             old = [self._make_own(row, g, own[g], ends[g], undo) for g in shared]
+            self._retire_tails(row, dict(enumerate(ends)))  # the last that may fail
             undo.pop_all()
         for pages in old:
             self._num_used += len(pages)
             self._give_up(pages)
-        self._retire_tails(row, dict(enumerate(ends)))
         self._set_held(row, ends)
         self._num_tokens -= length - tokens
         self._length[row] = tokens

@@ -16,6 +16,8 @@ PLAIN = KVGeometry("plain", (LayerShape(2, 16),) * 2, 4, "float32", max_context=
 WINDOWED = KVGeometry(
     "windowed", (LayerShape(2, 16, window=24), LayerShape(2, 16)), 2, "float32", max_context=400
 )
+# 3,072 bytes per token and tensor: tokens straddle pages, and 4 of them fill a unit of 3 pages.
+STRADDLING = KVGeometry("straddling", (LayerShape(3, 256),), 3, "float32", max_context=40)
 
 
 class Scene:
@@ -128,6 +130,18 @@ SCENARIOS = {
     ),
     "truncate a prefix": Scenario(
         [("admit", 1, 70, 7), ("admit", 2, 80, 7)], ("truncate", 2, 40), options=SCRUB
+    ),
+    "truncate inside a unit of a prefix": Scenario(
+        [("admit", 1, 13, 7)], ("truncate", 1, 9), geometry=STRADDLING
+    ),
+    "truncate inside a unit of a prefix, scrubbed": Scenario(
+        [("admit", 1, 13, 7)], ("truncate", 1, 9), geometry=STRADDLING, options=SCRUB
+    ),
+    "truncate inside a unit beside a holder": Scenario(
+        [("admit", 1, 13, 7), ("admit", 2, 14, 7)], ("truncate", 2, 9), geometry=STRADDLING
+    ),
+    "truncate inside a unit beside a holder, scrubbed": Scenario(
+        [("admit", 1, 13), ("fork", 1, 2)], ("truncate", 2, 9), geometry=STRADDLING, options=SCRUB
     ),
     "reclaim": Scenario(
         [("admit", 1, 70), ("admit", 2, 90, 7), ("release", 2), ("release", 1)], ("reclaim",)
