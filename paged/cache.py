@@ -44,7 +44,8 @@ class PagedKVCache(PagedAllocator, KVCache):
         ``"head-major"`` ``[page, head, token, dim]``. Views hide it behind their strides.
         None takes the faster one of the device.
     scrub
-        Overwrite pages with zeros when their last holder gives them up.
+        Overwrite tokens with zeros when their last holder gives them up, so that room which was
+        not written yet reads as zeros.
     """
 
     def __init__(
@@ -145,6 +146,12 @@ class PagedKVCache(PagedAllocator, KVCache):
             index = self._index(pages)
             for pool in (*self._k, *self._v):
                 pool[index] = 0
+
+    def _scrub_rest(self, row: int, g: int, tokens: int, end: int) -> None:
+        if self.scrub and (first := tokens % self.page_size):
+            last = self._index(self._table.of_row(row, self._columns[g], end - 1, end))
+            for pool in (*self._k, *self._v):
+                pool[last, first:] = 0
 
     def _index(self, pages: PageIds) -> torch.Tensor:
         return on_device(pages.astype(np.int64), self.device)

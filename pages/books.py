@@ -203,6 +203,12 @@ class PageBooks(Allocator):
     def _scrub(self, pages: PageIds) -> None:
         """Overwrite pages that nobody holds any more, before they are free (if asked to)."""
 
+    def _scrub_rest(self, row: int, g: int, tokens: int, end: int) -> None:
+        """Overwrite what lies behind ``tokens`` tokens, up to page ``end`` of a row (if asked to).
+
+        Nobody else holds the pages.
+        """
+
     def _read(self, row: int, g: int, begin: int, end: int) -> Any:
         """A copy of the contents of pages, in host memory; None where there is no tensor."""
 

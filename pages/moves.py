@@ -91,6 +91,8 @@ class PageMoves(PagePlacing):
         for pages in old:
             self._num_used += len(pages)
             self._give_up(pages)
+        for g, end in enumerate(ends):
+            self._scrub_rest(row, g, tokens, end)
         self._set_held(row, ends)
         self._num_tokens -= length - tokens
         self._length[row] = tokens

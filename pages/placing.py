@@ -157,7 +157,9 @@ class PagePlacing(PageLeaving):
         return self.pool.take(num_pages)
 
     def _put_back(self, pages: PageIds) -> None:
-        self.pool.put(self.pool.drop(pages))
+        dead = self.pool.drop(pages)
+        self._scrub(dead)  # a copy may have been written there before the verb failed
+        self.pool.put(dead)
 
     def _share(self, row: int, g: int, begin: int, pages: PageIds) -> None:
         """Let a row hold pages that have a holder, or wait in the index, from ``begin`` on."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from kvalloc.contract import OutOfMemory
 from kvalloc.tests.failure_scenes import PAGE, SCRUB, WINDOWED, Scenario, Scene
+from kvalloc.tests.remains import check_no_remains
 from kvalloc.vmm import VmmKVCache
 from kvalloc.vmm.driver import Driver, DriverError
 from kvalloc.vmm.guard import GUARD_TOKENS
@@ -60,6 +61,8 @@ def fails_at(scenario: Scenario, driver: Driver, faults: Faults, n: int) -> tupl
     def check() -> None:
         cache.check_invariants()
         walk.read_back()
+        if cache.scrub:
+            check_no_remains(cache)
         expected, num_created = zeros_of(cache), cache.physical.num_created
         num_created += expected > 0
         for ready, gone, group in zip(cache._ready, cache._gone, cache.groups, strict=True):

@@ -7,7 +7,6 @@ import logging
 import torch
 
 from ..contract import OutOfMemory
-from ..pages.pool import PageIds
 from ..pages.table import RowPages
 from ..tensors import host_memory
 from .driver import DriverError
@@ -26,7 +25,7 @@ class BackedVmmAllocator(LockedVmmAllocator):
     physical : PhysicalPool
         The pages, in the pool of the books.
     scrub : bool
-        Overwrite pages with zeros when their last holder gives them up.
+        Overwrite tokens with zeros when their last holder gives them up.
     max_rows : int
         Rows that have addresses.
     """
@@ -76,14 +75,18 @@ class BackedVmmAllocator(LockedVmmAllocator):
         for spot, saved in zip(self._space.spots(row, g, begin, end), contents, strict=True):
             spot.copy_(saved)
 
-    def _scrub(self, pages: PageIds) -> None:
-        if self.scrub:  # mapped nowhere: they are zeroed where they are seen next
-            self.physical.unclean[pages] = True
+    # What returns to the pool is scrubbed by the pool; here is what stays in place.
 
     def _scrub_warm(self, row: int, g: int, begin: int, end: int) -> None:
         if self.scrub:
             for spot in self._space.spots(row, g, begin, end):
                 spot.zero_()
+
+    def _scrub_rest(self, row: int, g: int, tokens: int, end: int) -> None:
+        begin, first = divmod(tokens * self.groups[g].token_bytes, self.page_bytes)
+        if self.scrub and begin < end:
+            for spot in self._space.spots(row, g, begin, end):
+                spot[first:].zero_()
 
     # ------------------------------------------------------------------ giving back
 

@@ -56,8 +56,9 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
         zeros, never another sequence. Where the driver faults, the cache lays the zeros itself,
         with one page of memory beside the pool's.
     scrub
-        Overwrite pages with zeros when their last holder gives them up. Together with
-        ``guard="zero"`` a tile meets no remains either (which may be NaN).
+        Overwrite tokens with zeros when their last holder gives them up, so that room which was
+        not written yet reads as zeros, whoever had the pages. Together with ``guard="zero"`` a
+        tile meets no remains either (which may be NaN). A pool then zeroes for all its caches.
     max_rows
         Most sequences at a time. None: twice as many as could have a page in each buffer,
         within 16 TiB of addresses. Having no row left is a refusal, never ``fragmented``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..pages.pool import PagePool
+from ..pages.pool import PageIds, PagePool
 from ..pages.table import RowPages
 from ..sequences import count
 from .driver import Driver
@@ -30,10 +30,10 @@ class PhysicalPool(PagePool):
 
     Attributes
     ----------
-    unclean : bool array
-        Per page: it is to be overwritten with zeros when it is next put in place.
     scrubs : bool
-        A cache that overwrites what it gives up has drawn on this pool; else all is clean.
+        A cache that scrubs draws on this pool, or did: whoever takes a page finds zeros.
+    unclean : bool array
+        Per page, if so: it is to be overwritten with zeros when it is next put in place.
     """
 
     def __init__(self, driver: Driver, memory_bytes: int, page_bytes: int) -> None:
@@ -54,11 +54,20 @@ class PhysicalPool(PagePool):
         """Pages that take physical memory at the moment."""
         return self.num_pages - self._handles.count(NONE)
 
-    def soil_new(self, pages: RowPages) -> None:
-        """Have pages overwritten that have no memory yet: drivers do not promise zeros."""
-        for page in pages.ravel().tolist():
-            if self._handles[page] == NONE:
-                self.unclean[page] = True
+    def begin_to_scrub(self) -> None:
+        """From now on zero every page that is taken, whoever gave it back.
+
+        Those without memory too: drivers do not promise zeros.
+        """
+        if not self.scrubs:
+            self.scrubs = True
+            self.unclean[self.free_pages()] = True
+
+    def put(self, pages: PageIds) -> None:
+        """Return pages without references to the free list."""
+        super().put(pages)
+        if self.scrubs:  # mapped nowhere: they are zeroed where they are seen next
+            self.unclean[pages] = True
 
     def handles(self, pages: RowPages) -> list[list[int]]:
         """Handles ``[column, n]``, created where missing; ``OutOfMemory`` if there is no more."""

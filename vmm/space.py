@@ -40,7 +40,7 @@ class RowSpace:
     pool
         Where the pages and the driver come from.
     scrub
-        Zero pages that were created for this space: drivers do not promise that they are.
+        Have the pool zero what is taken from it from now on.
     guarded
         Lay zeros behind what is mapped, as far as a tile of ``GUARD_TOKENS`` tokens reaches.
 
@@ -68,8 +68,8 @@ class RowSpace:
         self._geometry = geometry
         self._plan = plan
         self._pool = pool
-        self._scrub = scrub
-        pool.scrubs |= scrub
+        if scrub:
+            pool.begin_to_scrub()
         self._views = Views()
         self._reservations: list[Reservation] = []
         self._zero: ZeroPage | None = None
@@ -142,8 +142,6 @@ class RowSpace:
         pages
             ``[columns of the group, n]``. One access grant per column.
         """
-        if self._scrub:
-            self._pool.soil_new(pages)
         done: list[tuple[Reservation, int, list[int]]] = []
         try:
             for reservation, at, handles in self._runs(row, g, begin, pages):
