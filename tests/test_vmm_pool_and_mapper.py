@@ -147,6 +147,42 @@ def test_what_one_cache_gives_back_the_other_takes(driver: HostDriver) -> None:
             first.admit("c", 256)
 
 
+@pytest.mark.parametrize("scrub", [False, True])
+def test_a_cache_that_closes_leaves_its_pages_to_the_others(driver: HostDriver, scrub: bool) -> None:
+    pool = PhysicalPool(driver, 40 * PAGE, PAGE)
+    first, second, third = (VmmKVCache(TINY, pool=pool, scrub=scrub) for _ in range(3))
+    for seq in range(4):
+        first.admit(seq, 64, prefix=[(seq, 64)])
+    first.release(0)  # one in the index, warm ones, an offloaded one, and live ones
+    first.admit("warm", 64)
+    first.release("warm")
+    first.offload(1)
+    first.close()
+    assert pool.num_created == 0, "their memory too"
+    second.check_invariants()
+    third.admit("a", 300)
+    third.release("a")
+    assert third.usage().warm
+    second.admit("b", 512)  # takes the warm pages of the third, and asks no closed cache
+    for cache in (second, third):
+        cache.check_invariants()
+    third.close()
+    second.check_invariants()
+    second.close()
+    assert not pool.members() and pool.num_free == 40
+    assert driver.bytes_in_use == 0
+
+
+def test_a_pool_remembers_no_cache_that_is_gone(driver: HostDriver) -> None:
+    pool = PhysicalPool(driver, 40 * PAGE, PAGE)
+    with VmmKVCache(TINY, pool=pool) as cache:
+        for _ in range(20):
+            VmmKVCache(WIDE, pool=pool).close()
+            with pytest.raises(ValueError):
+                VmmKVCache(WIDE, pool=pool, max_rows=0)
+            assert len(pool._members) == 1 and pool.members() == [cache]
+
+
 def test_a_pool_excludes_memory_of_its_own(driver: HostDriver) -> None:
     pool = PhysicalPool(driver, 40 * PAGE, PAGE)
     with pytest.raises(ValueError, match="leave those out"):

@@ -120,6 +120,7 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
                 limit=limit,
                 pool=pool,
             )
+            undo.callback(pool.leave, self)
             spare_tokens = GUARD_TOKENS if guard == "zero" else 0
             self._make_rows(max_rows, spare_tokens, lays_zeros(guard, pool.driver, ahead_tokens))
             undo.pop_all()
@@ -220,6 +221,8 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
         self._targets.clear()
         self._views.clear()
         self._space.close()
+        with self.pool.lock:  # the others on the pool go on, and ask their mates for pages
+            self.pool.leave(self)
         if self._own_driver is not None:
             self._own_driver.close()
         seal(self)
