@@ -148,7 +148,9 @@ def test_what_one_cache_gives_back_the_other_takes(driver: HostDriver) -> None:
 
 
 @pytest.mark.parametrize("scrub", [False, True])
-def test_a_cache_that_closes_leaves_its_pages_to_the_others(driver: HostDriver, scrub: bool) -> None:
+def test_a_cache_that_closes_leaves_its_pages_to_the_others(
+    driver: HostDriver, scrub: bool
+) -> None:
     pool = PhysicalPool(driver, 40 * PAGE, PAGE)
     first, second, third = (VmmKVCache(TINY, pool=pool, scrub=scrub) for _ in range(3))
     for seq in range(4):

@@ -127,10 +127,16 @@ class HostDriver:
         with self._lock:
             self._check_open("release")
             page = self._book.drop(handle)
-            self.num_calls["release"] += 1
             is_gone = page.is_gone
-        if is_gone:
-            self._file.give(page.offset, page.num_bytes)
+        try:
+            if is_gone:
+                self._file.give(page.offset, page.num_bytes)
+        except BaseException:
+            with self._lock:  # nobody else has the page: it is as it was, and can be released again
+                self._book.hold(handle, page)
+            raise
+        with self._lock:
+            self.num_calls["release"] += 1
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
         """Map a whole page at an unmapped address. Grants no access."""
@@ -190,7 +196,7 @@ class HostDriver:
             area.num_mapped -= len(pages)
             self.num_calls["unmap"] += 1
         for page in gone:
-            self._file.give(page.offset, page.num_bytes)
+            self._file.give(page.offset, page.num_bytes, later=True)  # the mappings are gone
 
     def tensor(self, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor over reserved addresses, mapped or not; nothing is touched."""

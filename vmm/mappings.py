@@ -51,6 +51,11 @@ class Mappings:
         page.is_held = False
         return page
 
+    def hold(self, handle: int, page: Page) -> None:
+        """Undo ``drop``."""
+        page.is_held = True
+        self._handles[handle] = page
+
     def check_map(self, address: int, num_bytes: int, handle: int) -> Page:
         """The page of a handle, if it may be mapped there."""
         page = self._handles.get(handle)

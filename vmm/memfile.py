@@ -41,6 +41,7 @@ class MemFile:
         # Free intervals of the file, sorted; the last one is the endless rest.
         self._starts = [0]
         self._stops = [1 << 62]
+        self._owed: list[tuple[int, int]] = []
         self._credit = 0
         self._credit_until = 0.0
 
@@ -55,6 +56,7 @@ class MemFile:
         with self._lock:
             if self._closed:
                 raise DriverError("create: the driver is closed")
+            self._retry()
             self._check_room(num_bytes)
             offset = self._cut(num_bytes)
             try:
@@ -74,16 +76,38 @@ class MemFile:
             self.bytes_in_use += num_bytes
             return offset
 
-    def give(self, offset: int, num_bytes: int) -> None:
-        """Return a range: its memory is free at once, and reads as zeros when taken again."""
+    def give(self, offset: int, num_bytes: int, *, later: bool = False) -> None:
+        """Return a range: its memory is free at once, and reads as zeros when taken again.
+
+        Parameters
+        ----------
+        later
+            If the system refuses: keep the range in use, and try again with the next call, rather
+            than raise. For who cannot give it a second time.
+        """
         with self._lock:
             if self._closed:
                 return  # closing returned everything
-            if self._libc.fallocate(self.fd, system.FALLOC_PUNCH, offset, num_bytes):
-                # The range is not reused then: it may still hold somebody's tokens.
+            self._retry()
+            if self._punch(offset, num_bytes):
+                return
+            # The range is not reused then: it may still hold somebody's tokens.
+            if not later:
                 raise system.failure("release", num_bytes)
-            self._join(offset, num_bytes)
-            self.bytes_in_use -= num_bytes
+            self._owed.append((offset, num_bytes))
+
+    def _punch(self, offset: int, num_bytes: int) -> bool:
+        """Return a range to the system, or False: it refused."""
+        if self._libc.fallocate(self.fd, system.FALLOC_PUNCH, offset, num_bytes):
+            return False
+        self._join(offset, num_bytes)
+        self.bytes_in_use -= num_bytes
+        return True
+
+    def _retry(self) -> None:
+        """Return what the system did not take back before."""
+        if self._owed:
+            self._owed = [owed for owed in self._owed if not self._punch(*owed)]
 
     def close(self) -> None:
         """Give up the file; its memory returns with the last mapping."""
