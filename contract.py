@@ -150,8 +150,10 @@ class Allocator(ABC):
     def fork(self, parent: Seq, child: Seq) -> None:
         """Give ``child`` the tokens of ``parent``.
 
-        What is written to one of them later is never seen in the other. paged and vmm share full
-        pages and copy the tail; contiguous copies everything, and reserves as much again.
+        What is written to one of them later is never seen in the other. What is there at the fork
+        belongs to both, and ``write`` refuses it from then on, in either: write it before forking;
+        ``truncate`` and ``grow`` make room to write it anew. paged and vmm share full pages and
+        copy the tail; contiguous copies everything, and reserves as much again.
 
         Raises
         ------
@@ -240,6 +242,9 @@ class KVCache(Allocator):
     ) -> None:
         """Store the newest tokens of each sequence.
 
+        A write reaches only what came after the last fork and behind the prefix hits, and what the
+        layer still stores: on a layer with a sliding window write before the next ``grow``.
+
         Parameters
         ----------
         layer
@@ -251,6 +256,11 @@ class KVCache(Allocator):
             the cache.
         lens
             How many of the newest tokens of each sequence are given; None means one each.
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            Before anything is written: also more tokens than a write may reach.
         """
 
     @abstractmethod

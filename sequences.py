@@ -30,12 +30,16 @@ class SequenceTable:
     ----------
     away : dict
         Offloaded sequences, and what it takes to bring each back. They have no row.
+    sealed : int64 array
+        Per row, how many leading tokens somebody else may read as well (since a fork or a prefix
+        hit): they are never written again. 0 for free rows.
     """
 
     def __init__(self) -> None:
         self.away: dict[Seq, Any] = {}
         self._row_of: dict[Seq, int] = {}
         self._free_rows: list[int] = []
+        self.sealed: Ints = np.zeros(0, np.int64)
         self.num_rows = 0
         """Rows ever used: arrays need at least this many entries."""
         self._no_rows: Rows = np.zeros(0, np.intp)
@@ -61,7 +65,7 @@ class SequenceTable:
         """The row that ``add`` gives when it is not told one."""
         return self._free_rows[-1] if self._free_rows else self.num_rows
 
-    def add(self, seq: Seq, row: int | None = None) -> int:
+    def add(self, seq: Seq, row: int | None = None, *, sealed: int = 0) -> int:
         """Give a sequence a row: the free one named, or ``next_row``. Returns it."""
         if row is None:
             row = self.next_row()
@@ -72,6 +76,8 @@ class SequenceTable:
         else:
             self._free_rows.remove(row)
         self._row_of[seq] = row
+        self.sealed = resized(self.sealed, row + 1)
+        self.sealed[row] = sealed
         return row
 
     def remove(self, seq: Seq) -> int:
@@ -80,6 +86,7 @@ class SequenceTable:
         del self._row_of[seq]
         self._last_seqs, self._last_rows = [], self._no_rows
         self._free_rows.append(row)
+        self.sealed[row] = 0
         return row
 
     def row(self, seq: Seq) -> int:
@@ -106,6 +113,17 @@ class SequenceTable:
                 raise ValueError("a sequence appears twice in one batch; name each once")
         self._last_seqs, self._last_rows = names, rows
         return rows
+
+    def unseal(self, row: int, tokens: int) -> None:
+        """A row was cut to ``tokens`` tokens: what comes behind them is its own."""
+        self.sealed[row] = min(self.sealed.item(row), tokens)
+
+    def check_sealed(self, lengths: Ints) -> None:
+        """Raise ``AssertionError`` unless each live row is sealed within its length, others not."""
+        sealed, live = self.sealed.copy(), list(self._row_of.values())
+        assert ((sealed[live] >= 0) & (sealed[live] <= lengths[live])).all(), "sealed too far"
+        sealed[live] = 0
+        assert not sealed.any(), "a free row is sealed"
 
     def require_new(self, seq: Seq) -> None:
         """Refuse a name that a sequence has."""

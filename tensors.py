@@ -101,18 +101,29 @@ def check_tensors(
             )
 
 
-def check_lens(seqs: Sequence[Seq], lengths: Ints, lens: Sequence[int] | None) -> Ints:
+def check_lens(
+    seqs: Sequence[Seq],
+    lengths: Ints,
+    lens: Sequence[int] | None,
+    sealed: Ints,
+    first: Ints | None = None,
+) -> Ints:
     """How many of the newest tokens of each sequence are given, int64 ``[S]``; None: one each.
 
     Parameters
     ----------
     seqs, lengths
         The batch and the tokens that each of its sequences has room for.
+    sealed
+        Leading tokens of each that others may read as well.
+    first
+        The first token of each that the layer still stores; None: it lets go of none.
 
     Raises
     ------
     TypeError, ValueError
-        Not integers, not one per sequence, negative, or more than a sequence is long.
+        Not integers, not one per sequence, negative, more than a sequence is long, or reaching
+        back to tokens that are sealed or gone.
     """
     if lens is None:
         counts = np.ones(len(seqs), np.int64)
@@ -125,13 +136,19 @@ def check_lens(seqs: Sequence[Seq], lengths: Ints, lens: Sequence[int] | None) -
         if len(given) and given.dtype.kind not in "iu":
             raise TypeError(f"lens must be integers, not {given.dtype}")
         counts = given.astype(np.int64)
-    wrong = (counts < 0) | (counts > lengths)
+    floor = sealed if first is None else np.maximum(sealed, first)
+    wrong = (counts < 0) | (counts > lengths - floor)
     if wrong.any():
         i = int(np.argmax(wrong))
-        raise ValueError(
-            f"{counts[i]} tokens of sequence {seqs[i]!r} cannot be written: it has {lengths[i]}; "
-            "make room with grow first"
-        )
+        why = f"it has {lengths[i]}; make room with grow first"
+        if 0 <= counts[i] <= lengths[i]:
+            why = f"the first {floor[i]} of its {lengths[i]} " + (
+                "fell out of a sliding window; write before the next grow"
+                if floor[i] > sealed[i]
+                else "were there at a fork or a prefix hit, and others may read them; write before "
+                "forking and only what was not hit, or truncate and grow to write anew"
+            )
+        raise ValueError(f"{counts[i]} tokens of sequence {seqs[i]!r} cannot be written: {why}")
     return counts
 
 

@@ -64,10 +64,10 @@ class ArenaBooks(Allocator):
                 raise
         return start
 
-    def _enter(self, seq: Seq, start: int, length: int, room: int) -> None:
+    def _enter(self, seq: Seq, start: int, length: int, room: int, sealed: int = 0) -> None:
         """Book a sequence on slots that were taken for it."""
         self._version += 1
-        row = self._seqs.add(seq)
+        row = self._seqs.add(seq, sealed=sealed)
         if row >= len(self._start):
             self._start = resized(self._start, row + 1)
             self._length = resized(self._length, row + 1)
@@ -121,6 +121,7 @@ class ArenaBooks(Allocator):
         rows = np.array([row for _, row in self._seqs.items()], np.intp)
         length, room, held = self._length[rows], self._room[rows], self._held[rows]
         assert len(np.unique(rows)) == len(rows), "two sequences share a row"
+        self._seqs.check_sealed(self._length)
         assert (length >= 0).all() and (length <= room).all() and (room <= held).all()
         assert held.tolist() == [self._arena.rounded(n) for n in room.tolist()]
         assert self.policy != "exact" or (length == room).all(), "exact growth reserved something"

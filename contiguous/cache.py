@@ -140,7 +140,7 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
     def _destination_of(self, seqs: Sequence[Seq], lens: Sequence[int] | None) -> Destination:
         rows = self._seqs.rows(seqs)
         start, length = self._start[rows], self._length[rows]
-        counts = check_lens(seqs, length, lens)
+        counts = check_lens(seqs, length, lens, self._seqs.sealed[rows])
         num_tokens = int(counts.sum())
         if num_tokens < SLICE_TOKENS * len(rows):
             owner, position = newest(length, counts)

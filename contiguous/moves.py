@@ -15,6 +15,7 @@ class _Away:
     """A sequence in host memory: its tokens, what it had reserved, what its slots held."""
 
     length: int
+    sealed: int
     room: int
     contents: Any
 
@@ -23,12 +24,16 @@ class ArenaMoves(ArenaBooks):
     """The verbs of ``Allocator`` that copy, cut and move."""
 
     def fork(self, parent: Seq, child: Seq) -> None:
-        """Copy a sequence whole, with as much reserved as the parent has; nothing is shared."""
+        """Copy a sequence whole, with as much reserved as the parent has; nothing is shared.
+
+        What is there is sealed for both all the same, so that no backend allows more than another.
+        """
         row = self._seqs.row(parent)
         self._seqs.require_new(child)
         source, length, room = int(self._start[row]), int(self._length[row]), int(self._room[row])
         start = self._placed(room, room, lambda at: self._copy(source, at, length))
-        self._enter(child, start, length, room)
+        self._enter(child, start, length, room, sealed=length)
+        self._seqs.sealed[row] = length
 
     def truncate(self, seq: Seq, tokens: int) -> None:
         """Keep the first ``tokens`` tokens and the reservation.
@@ -44,6 +49,7 @@ class ArenaMoves(ArenaBooks):
         self._version += 1
         self._scrub(start + tokens, start + length)
         self._length[row] = tokens
+        self._seqs.unseal(row, tokens)
         self._num_live -= length - tokens
         if self.policy == "exact":
             self._arena.trim(start, int(self._held[row]), tokens)
@@ -56,7 +62,8 @@ class ArenaMoves(ArenaBooks):
         """Move a sequence to host memory; its whole interval becomes free."""
         row = self._seqs.row(seq)
         start, length, room = int(self._start[row]), int(self._length[row]), int(self._room[row])
-        away = _Away(length, room, self._read(start, length))
+        sealed = self._seqs.sealed.item(row)
+        away = _Away(length, sealed, room, self._read(start, length))
         self._leave(seq)
         self._seqs.away[seq] = away
 
@@ -73,4 +80,4 @@ class ArenaMoves(ArenaBooks):
             room = roomy = max(roomy, room)
         start = self._placed(room, roomy, lambda at: self._write_back(at, length, away.contents))
         del self._seqs.away[seq]
-        self._enter(seq, start, length, room)
+        self._enter(seq, start, length, room, away.sealed)

@@ -96,17 +96,19 @@ class PagedKVCache(PagedAllocator, KVCache):
         column = self._columns_of[check_layer(self.geometry, layer)]
         slots = self._slots.get(self._version, seqs, lens, dict)
         if column not in slots:
-            slots[column] = self._slots_of(seqs, lens, column)
+            slots[column] = self._slots_of(seqs, lens, layer)
         pages, offsets = slots[column]
         check_tensors(self.geometry, layer, k, v, len(pages), self.device)
         place = self._places[layer]
         self._k[place][pages, offsets] = k.detach()
         self._v[place][pages, offsets] = v.detach()
 
-    def _slots_of(self, seqs: Sequence[Seq], lens: Sequence[int] | None, column: int) -> Slots:
+    def _slots_of(self, seqs: Sequence[Seq], lens: Sequence[int] | None, layer: int) -> Slots:
+        g, column, _ = self._place_of(layer)
         rows = self._seqs.rows(seqs)
-        lengths = self._length[rows]
-        owner, position = newest(lengths, check_lens(seqs, lengths, lens))
+        lengths, first = self._length[rows], self._gone[g][rows] * self.page_size
+        counts = check_lens(seqs, lengths, lens, self._seqs.sealed[rows], first)
+        owner, position = newest(lengths, counts)
         pages = self._table.pages[rows[owner], column, position // self.page_size]
         return (
             on_device(pages.astype(np.int64), self.device),

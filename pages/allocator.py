@@ -128,7 +128,7 @@ class PageAllocator(PageMoves):
         except BaseException:
             self._clear_row(row)
             raise
-        self._enter(seq, row, tokens)
+        self._enter(seq, row, tokens, sealed=num_hits * index.unit_tokens)
         for n, key in enumerate(keys[num_hits:], num_hits):
             for g in groups:
                 unit = self._unit_bytes[g] // self.page_bytes

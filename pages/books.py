@@ -53,7 +53,9 @@ class PageBooks(Allocator):
     numbers within the row: ``gone`` (left behind by a window) ≤ ``held`` (in use) ≤
     ``ready`` (in place). Pages between the last two are *warm*: free, but already there.
 
-    A page with several holders is full for all of them, and so never written again.
+    A page with several holders is full for all of them and, being sealed (``SequenceTable``),
+    never written again. A prefix that a prompt brought is sealed for those who hit it alone: who
+    brought it has yet to write it.
 
     Attributes
     ----------
@@ -138,10 +140,10 @@ class PageBooks(Allocator):
         gone, held = int(self._gone[g][row]), int(self._held[g][row])
         return self._table.of_row(row, self._columns[g], gone, held)
 
-    def _enter(self, seq: Seq, row: int, tokens: int) -> None:
+    def _enter(self, seq: Seq, row: int, tokens: int, sealed: int = 0) -> None:
         """Book a sequence on a row whose pages are in place."""
         self._version += 1
-        self._seqs.add(seq, row)
+        self._seqs.add(seq, row, sealed=sealed)
         self._length[row] = tokens
         self._num_tokens += tokens
 
@@ -170,6 +172,7 @@ class PageBooks(Allocator):
                 assert held == self._pages_for(length, g), "wrong number of pages held"
                 warm += self._table.of_row(row, self._columns[g], held, ready).tolist()
                 num_gone += gone * group.columns
+        self._seqs.check_sealed(self._length)
         used = int((refs > 0).sum())
         assert self._num_used == used, "distinct held pages differ"
         assert self._num_shared == int(refs.sum()) - used, "shared pages differ"

@@ -29,7 +29,8 @@ def exchange(books: PageMoves, seqs: Sequence[Seq], sources: Sequence[Seq]) -> N
 
     Full pages are shared; only those are moved that the two do not share already, so beams that
     descend from one another cost little. Partly filled tails are copied into the pages that the
-    sequence has there anyway: nothing is taken from the pool, so nothing can be refused.
+    sequence has there anyway: nothing is taken from the pool, so nothing can be refused. As after
+    a fork, what is there then is written no more by either.
 
     Parameters
     ----------
@@ -69,6 +70,7 @@ def exchange(books: PageMoves, seqs: Sequence[Seq], sources: Sequence[Seq]) -> N
         for change in changes:
             books._give_up(change.old)
         for row, origin in pairs:
+            books._seqs.sealed[[row, origin]] = books._length[row]
             for g, begin, end, contents in tails[origin]:
                 books._write_back(row, g, begin, end, contents)
 

@@ -17,6 +17,7 @@ class _Away:
     """A sequence in host memory: what its pages held, by group."""
 
     length: int
+    sealed: int
     gone: list[int]
     contents: list[Any]
 
@@ -52,7 +53,8 @@ class PageMoves(PagePlacing):
         except BaseException:
             self._clear_row(row)
             raise
-        self._enter(child, row, length)
+        self._enter(child, row, length, sealed=length)
+        self._seqs.sealed[source] = length
 
     def _own_from(self, row: int, g: int, tokens: int) -> int:
         """First page of the last, partly filled unit: from there on a row shares nothing."""
@@ -96,6 +98,7 @@ class PageMoves(PagePlacing):
         self._set_held(row, ends)
         self._num_tokens -= length - tokens
         self._length[row] = tokens
+        self._seqs.unseal(row, tokens)
 
     def _make_own(self, row: int, g: int, begin: int, end: int, undo: ExitStack) -> PageIds:
         """Put copies in the place of shared pages; returns those, which are held still."""
@@ -128,6 +131,7 @@ class PageMoves(PagePlacing):
         row = self._seqs.row(seq)
         away = _Away(
             int(self._length[row]),
+            self._seqs.sealed.item(row),
             [int(gone[row]) for gone in self._gone],
             [
                 self._read(row, g, int(self._gone[g][row]), int(self._held[g][row]))
@@ -160,7 +164,7 @@ class PageMoves(PagePlacing):
             self._clear_row(row)
             raise
         del self._seqs.away[seq]
-        self._enter(seq, row, away.length)
+        self._enter(seq, row, away.length, away.sealed)
 
     def _empty(self, seq: Seq) -> None:
         """Take a sequence off its row; an error of the driver leaves it there, unchanged."""

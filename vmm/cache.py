@@ -11,7 +11,7 @@ import torch
 
 from ..contract import DenseView, KVCache, Seq
 from ..geometry import KVGeometry
-from ..sequences import at_least_one, count
+from ..sequences import Ints, Rows, at_least_one, count
 from ..tensors import (
     BatchMemo,
     check_layer,
@@ -126,7 +126,7 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
             undo.pop_all()
         self.device = self._space.k[0].device
         self._group_of = {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
-        self._targets = BatchMemo[dict[int, torch.Tensor]]()
+        self._targets = BatchMemo[dict[tuple[int, int], torch.Tensor]]()
         self._views = BatchMemo[dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]]()
         if ahead_tokens:
             self.mapper = Mapper(self, ahead_tokens, ahead_pages)
@@ -165,27 +165,27 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
         lens: Sequence[int] | None = None,
     ) -> None:
         """Store the newest tokens of each sequence; see ``KVCache.write``."""
-        row_tokens = self._places[check_layer(self.geometry, layer), 0].row_tokens
+        key = self._kind_of(check_layer(self.geometry, layer))
         targets = self._targets.get(self._version, seqs, lens, dict)
-        if row_tokens not in targets:
-            targets[row_tokens] = self._targets_of(seqs, lens, row_tokens)
-        index = targets[row_tokens]
+        if key not in targets:
+            targets[key] = self._targets_of(seqs, lens, *key)
+        index = targets[key]
         check_tensors(self.geometry, layer, k, v, len(index), self.device)
         self._space.k[layer][index] = k.detach()
         self._space.v[layer][index] = v.detach()
 
     def _targets_of(
-        self, seqs: Sequence[Seq], lens: Sequence[int] | None, row_tokens: int
+        self, seqs: Sequence[Seq], lens: Sequence[int] | None, g: int, row_tokens: int
     ) -> torch.Tensor:
         rows = self._seqs.rows(seqs)
         lengths = self._length[rows]
-        owner, position = newest(lengths, check_lens(seqs, lengths, lens))
+        counts = check_lens(seqs, lengths, lens, self._seqs.sealed[rows], self._first_of(rows, g))
+        owner, position = newest(lengths, counts)
         return on_device(rows[owner] * row_tokens + position, self.device)
 
     def view(self, layer: int, seqs: Sequence[Seq]) -> DenseView:
         """The whole buffer, and where each sequence starts in it; see ``KVCache.view``."""
-        layer = check_layer(self.geometry, layer)
-        key = (self._group_of[layer], self._places[layer, 0].row_tokens)
+        key = self._kind_of(layer := check_layer(self.geometry, layer))
         spans = self._views.get(self._version, seqs, None, dict)
         if key not in spans:
             spans[key] = self._spans_of(seqs, *key)
@@ -196,9 +196,18 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Starts int64 ``[S]`` and lengths int32 ``[S]``, from the first token still mapped."""
         rows = self._seqs.rows(seqs)
-        first = -(-self._gone[g][rows] * self.page_bytes // self.groups[g].token_bytes)
+        first = self._first_of(rows, g)
         starts = on_device(rows.astype(np.int64) * row_tokens + first, self.device)
         return starts, on_device((self._length[rows] - first).astype(np.int32), self.device)
+
+    def _kind_of(self, layer: int) -> tuple[int, int]:
+        """Group and tokens per row: layers alike in both keep their tokens at equal places."""
+        return self._group_of[layer], self._places[layer, 0].row_tokens
+
+    def _first_of(self, rows: Rows, g: int) -> Ints:
+        """The first token of each row that lies in mapped pages whole, int64 ``[S]``."""
+        first: Ints = -(-self._gone[g][rows] * self.page_bytes // self.groups[g].token_bytes)
+        return first
 
     # ------------------------------------------------------------------ closing
 
