@@ -26,7 +26,7 @@ from typing import Any
 WALK = 2000
 SHARES = {"books": 55, "cache": 27, "failing": 15}
 """Parts of a hundred operations: books alone are fast, tensors are slow; the rest is readers."""
-VERBS = ("admit", "grow", "fork", "truncate", "offload", "restore", "release", "reclaim")
+VERBS = ("admit", "grow", "fork", "truncate", "offload", "restore", "release", "reclaim", "rewrite")
 REPORT = Path(__file__).resolve().parent.parent / "docs" / "results" / "cpu" / "soak.json"
 """What docs/reliability.md tells; written only where ``--json`` names it."""
 DEFAULT = Path("out/soak.json")

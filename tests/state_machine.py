@@ -39,6 +39,8 @@ class Walk:
     ----------
     tokens, away : dict[int, list[int]]
         Every token of every sequence, in memory and offloaded.
+    sealed, keyed : dict[int, int]
+        Leading tokens of a sequence that others may read, and those that a prefix has named.
     done : Counter[str]
         Outcomes of verbs by name: ``grow``, ``grow refused``, ``grow failed``, …
     """
@@ -58,6 +60,8 @@ class Walk:
         self.store = Tensors(cache) if isinstance(cache, KVCache) else Shadow(cache)
         self.tokens: dict[int, list[int]] = {}
         self.away: dict[int, list[int]] = {}
+        self.sealed: dict[int, int] = {}
+        self.keyed: dict[int, int] = {}
         self.cut = set[int]()  # nothing was written since they were truncated
         self.next_seq = 0
         self.next_writer = TOPICS * len(SALTS)
@@ -129,6 +133,7 @@ class Walk:
         assert cached == 0 or ("prefix" in options and cached < n)
         self.num_hits += cached
         self.tokens[seq] = contents
+        self.sealed[seq], self.keyed[seq] = cached, n if "prefix" in options else 0
         self.write([seq], [n - cached])
         if headroom and self.random.random() < 0.3:  # it was promised
             assert not self.cache.grow([seq], headroom), "no room for the headroom admitted with"
@@ -188,6 +193,8 @@ class Walk:
         parent, child = self.random.choice(sorted(self.tokens)), self.fresh()
         if self.attempt("fork", lambda: self.cache.fork(parent, child))[0]:
             self.tokens[child] = list(self.tokens[parent])
+            self.sealed[parent] = self.sealed[child] = len(self.tokens[parent])
+            self.keyed[child] = 0
             self.cut |= {child} if parent in self.cut else set()
             self.store.settle([child], self.tokens)
 
@@ -202,8 +209,34 @@ class Walk:
         else:
             if served:
                 del self.tokens[seq][n:]
+                self.sealed[seq] = min(self.sealed[seq], n)
+                self.keyed[seq] = min(self.keyed[seq], n)
                 self.cut.add(seq)
                 self.store.settle([seq], self.tokens)
+
+    def rewrite(self) -> None:
+        """Write more than what is newest anew: where others read it or it is gone, a refusal."""
+        if not isinstance(self.store, Tensors):
+            return  # books alone have no write
+        seq = self.random.choice(sorted(self.tokens))
+        length = len(self.tokens[seq])
+        begin = min(self.random.randint(0, length), self.random.randint(0, length))
+        floors = [max(first, self.sealed[seq]) for first in self.store.first_stored(seq)]
+        refusing = [layer for layer, floor in enumerate(floors) if floor > begin]
+        if refusing:
+            layer, n = self.random.choice(refusing), length - begin
+            try:
+                self.store.write_layer(layer, [seq], [n], self.contents(begin, length))
+            except ValueError as error:
+                assert "cannot be written: the first" in str(error)
+                self.done["rewrite beyond reach"] += 1
+                return
+            raise Lost(f"layer {layer} took {n} tokens of {length}, the first {floors[layer]} too")
+        # Who brought a prefix may write it: the tokens that its keys say.
+        new = max(begin, self.keyed[seq])
+        self.tokens[seq][new:] = self.contents(new, length)
+        self.write([seq], [length - begin])
+        self.done["rewrite"] += 1
 
     def offload(self) -> None:
         seq = self.random.choice(sorted(self.tokens))
@@ -274,7 +307,7 @@ class Walk:
         """Verbs by weight that can be called now."""
         verbs = ["admit"] * 3 + ["misuse", "reclaim"]
         if self.tokens:
-            verbs += ["grow"] * 6 + ["fork", "truncate", "offload"]
+            verbs += ["grow"] * 6 + ["fork", "truncate", "offload", "rewrite", "rewrite"]
         if self.tokens or self.away:
             verbs += ["release"] * 2
         if self.away:

@@ -96,9 +96,21 @@ class Tensors:
 
     def write(self, seqs: list[int], lens: list[int], tokens: dict[int, list[int]]) -> None:
         contents = [c for s, n in zip(seqs, lens, strict=True) if n for c in tokens[s][-n:]]
-        for layer, shape in enumerate(self.cache.geometry.layers):
-            k = self.vectors(layer, contents).expand(-1, shape.kv_heads, -1)
-            self.cache.write(layer, seqs, k, k + 1, lens=lens)
+        for layer in range(len(self.cache.geometry.layers)):
+            self.write_layer(layer, seqs, lens, contents)
+
+    def write_layer(
+        self, layer: int, seqs: list[int], lens: list[int], contents: Sequence[int]
+    ) -> None:
+        k = self.vectors(layer, contents)
+        k = k.expand(-1, self.cache.geometry.layers[layer].kv_heads, -1)
+        self.cache.write(layer, seqs, k, k + 1, lens=lens)
+
+    def first_stored(self, seq: int) -> list[int]:
+        """By layer, the first token of a sequence that is stored still."""
+        length = self.cache.length(seq)
+        views = [self.cache.view(layer, [seq]) for layer in range(len(self.cache.geometry.layers))]
+        return [length - int(readable(view)[0][0]) for view in views]
 
     def settle(self, seqs: Sequence[int], tokens: dict[int, list[int]]) -> None:
         """The cache moves its contents itself."""

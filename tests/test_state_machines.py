@@ -25,9 +25,11 @@ from hypothesis.stateful import (
 
 from kvalloc.contiguous.placement import Intervals
 from kvalloc.paged import PagedKVCache
+from kvalloc.paged import cache as paged_cache
 from kvalloc.pages import allocator as pages_allocator
 from kvalloc.pages.pool import PagePool
 from kvalloc.pages.prefix import unit_keys
+from kvalloc.tensors import check_lens
 from kvalloc.tests.state_machine import Walk
 from kvalloc.tests.state_machine_backends import FAILING, NAMES, walking
 from kvalloc.tests.state_machine_misuse import MISUSES
@@ -72,7 +74,7 @@ class Machine(RuleBasedStateMachine):
         self.call("grow", chance)
 
     @LIVE
-    @rule(chance=Chance, verb=st.sampled_from(["fork", "truncate", "offload"]))
+    @rule(chance=Chance, verb=st.sampled_from(["fork", "truncate", "offload", "rewrite"]))
     def change(self, chance: random.Random, verb: str) -> None:
         self.call(verb, chance)
 
@@ -140,20 +142,21 @@ def test_a_walk_over_every_backend(name: str) -> None:
 @pytest.mark.parametrize("name", ["paged 8", "vmm", "books vmm:4", "contiguous exact"])
 def test_walks_come_to_every_verb_and_refusal(name: str) -> None:
     with walking(name, 5, max_prompt=150) as walk:
-        walk.run(400)
+        walk.run(500)
         done = walk.done
         assert walk.num_hits == 0 if name.startswith("contiguous") else walk.num_hits > 0
     verbs = ("admit", "grow", "fork", "restore")
     for verb in (*verbs, "truncate", "offload", "release", *(f"{verb} refused" for verb in verbs)):
         assert done[verb], f"the walk never came to {verb}"
     assert done["reclaim"] or "contiguous" in name or "paged" in name
+    assert "books" in name or (done["rewrite"] and done["rewrite beyond reach"])
 
 
 def test_failing_drivers_fail_in_every_verb() -> None:
     done, num_faults = Counter[str](), 0
     for name in FAILING:
         with walking(name, 2) as walk:
-            walk.run(150)
+            walk.run(200)
             done, num_faults = done + walk.done, num_faults + walk.num_faults
     assert num_faults > 40
     assert {name.split()[0] for name in done if name.endswith("failed")} >= {"admit", "grow"}
@@ -208,11 +211,25 @@ def writes_are_one_slot_late(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PagedKVCache, "_slots_of", late)
 
 
+def sharers_write(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        paged_cache,
+        "check_lens",
+        lambda seqs, lengths, lens, sealed, first: check_lens(seqs, lengths, lens, first),
+    )
+
+
+def writes_reach_behind_a_window(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(paged_cache, "check_lens", lambda *arguments: check_lens(*arguments[:-1]))
+
+
 BREAKS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "salts are ignored": ("paged 8", no_salt),
     "a page is not given back": ("books paged:4", a_page_too_many_is_kept),
     "a slot is not given back": ("books contiguous:max:first-fit", an_interval_comes_back_short),
     "a write goes one slot too far": ("paged 8", writes_are_one_slot_late),
+    "a sharer writes what it shares": ("paged 8", sharers_write),
+    "a write reaches behind a window": ("paged 8 windowed", writes_reach_behind_a_window),
 }
 
 
