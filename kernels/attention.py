@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What K and V can be stored in."""
+LONGEST = 2**31 - 1
+"""Tokens of the longest sequence, whose length is an int32: a longer window hides nothing."""
 
 
 def attend(
@@ -83,6 +85,8 @@ def _dispatch(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
+    if window is not None:
+        window = min(window, LONGEST)  # kernels count in machine words
     # Imported on first use: numba and triton cost seconds and are not needed by every backend.
     if isinstance(view, DenseView):
         from .dense import dense_attention

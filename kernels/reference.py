@@ -62,7 +62,7 @@ def _attend_one(
     token_at = torch.arange(length, device=q.device)[None, :]
     hidden = token_at > query_at
     if window is not None:
-        hidden |= token_at <= query_at - window
+        hidden |= token_at <= query_at - min(window, length)
     scores = torch.einsum("nhd,lhd->hnl", q, k) * scale
     weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
     return torch.einsum("hnl,lhd->nhd", weights, v)

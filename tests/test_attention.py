@@ -66,6 +66,19 @@ def test_dense_reads_beyond_two_to_the_31_elements() -> None:
     assert relative_error(attend(q, view), reference_attention(q, view)) < 1e-2
 
 
+@pytest.mark.parametrize("window", [2**31, 2**63 - 1, 2**63, 10**30])
+@pytest.mark.parametrize("q_lens", [[1, 1], [20, 3]], ids=["decode", "chunks"])
+def test_a_window_beyond_all_tokens_hides_none(window: int, q_lens: list[int]) -> None:
+    """Also where an int64 ends: a window without end is one number to a program."""
+    case = attention_case([20, 60], q_lens=q_lens)
+    expected = reference_attention(case.q, case.dense, q_lens=q_lens)
+    wide = reference_attention(case.q, case.dense, q_lens=q_lens, window=window)
+    assert torch.equal(wide, expected)
+    for view in (case.dense, case.paged):
+        out = attend(case.q, view, q_lens=q_lens, window=window)
+        assert relative_error(out, expected) < TOLERANCE[torch.float32]
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     shape=st.lists(
