@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+BLOCKED = {
+    "reservation": "its reservation is used up: admit it with a larger max_new (pow2 and oracle: "
+    "expected_new)",
+    "neighbour": "the slots behind it are not free: offload it and restore it with headroom=1, "
+    "which places it anew",
+    "end": "the arena ends behind it: offload it and restore it with headroom=1, which places it "
+    "anew",
+}
+"""Why a sequence cannot grow where it is, and what helps it."""
+
 
 class OutOfMemory(Exception):
     """A refusal: nothing was changed, a later attempt may succeed.
@@ -13,9 +23,12 @@ class OutOfMemory(Exception):
     unit : str
         ``"tokens"`` (contiguous), ``"pages"`` (paged, vmm) or ``"rows"`` (a mapped cache that
         has addresses for no further sequence).
+    reason : str | None
+        Why the sequence cannot grow where it is, which is the only place where it grows
+        (contiguous): ``"reservation"`` (used up), ``"neighbour"`` (occupied) or ``"end"`` (of the
+        arena). None: there is no room for now.
     blocked : bool
-        Waiting for room does not help this sequence: it grows only where it is (contiguous), and
-        the neighbour is occupied, the arena ends, or its reservation is used up.
+        There is a ``reason``, so that waiting for room does not help this sequence.
     """
 
     def __init__(
@@ -25,20 +38,21 @@ class OutOfMemory(Exception):
         largest_free: int,
         *,
         unit: str = "tokens",
-        blocked: bool = False,
+        reason: str | None = None,
     ) -> None:
         self.needed = needed
         self.free = free
         self.largest_free = largest_free
         self.unit = unit
-        self.blocked = blocked
+        self.reason = reason
+        self.blocked = reason is not None
 
     def __str__(self) -> str:  # a scheduler refuses by the thousand and reads none of them
-        reason = f"the largest free run is {self.largest_free}"
-        if self.blocked:
-            reason = "the sequence cannot grow where it is"
+        why = f"the largest free run is {self.largest_free}"
+        if self.reason is not None:
+            why = f"but the sequence cannot grow where it is: {BLOCKED[self.reason]}"
         unit = self.unit.removesuffix("s") if self.needed == 1 else self.unit
-        return f"{self.needed} {unit} needed, {self.free} free, {reason}"
+        return f"{self.needed} {unit} needed, {self.free} free, {why}"
 
     def __repr__(self) -> str:  # as it stands in the dict that a batched grow returns
         return f"OutOfMemory({str(self)!r})"
@@ -49,7 +63,7 @@ class OutOfMemory(Exception):
             self.free,
             self.largest_free,
             self.unit,
-            self.blocked,
+            self.reason,
         )
 
     @property
@@ -59,9 +73,9 @@ class OutOfMemory(Exception):
 
 
 def _rebuild_refusal(
-    needed: int, free: int, largest_free: int, unit: str, blocked: bool
+    needed: int, free: int, largest_free: int, unit: str, reason: str | None
 ) -> OutOfMemory:
-    return OutOfMemory(needed, free, largest_free, unit=unit, blocked=blocked)
+    return OutOfMemory(needed, free, largest_free, unit=unit, reason=reason)
 
 
 class NeverFits(ValueError):

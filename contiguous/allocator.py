@@ -41,10 +41,11 @@ class ContiguousAllocator(ArenaMoves):
     -----
     A sequence without tokens and reservation holds no slots; exact growth then places it anew.
 
-    Both refusals of growth that no ordinary release cures are ``blocked``: exact growth met an
-    occupied neighbour or the end of the arena, or a reservation is used up; the sequence has to
-    start anew. ``needed`` is what growth lacks, so even a refusal past a reservation is
-    ``fragmented`` when that much is free: the memory is there, and this sequence cannot use it.
+    The refusals of growth that no ordinary release cures are ``blocked`` and say the ``reason``:
+    exact growth met an occupied neighbour or the end of the arena, or a reservation is used up; the
+    sequence has to start anew. ``needed`` is what growth lacks, so even a refusal past a
+    reservation is ``fragmented`` when that much is free: the memory is there, and this sequence
+    cannot use it.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class ContiguousAllocator(ArenaMoves):
             served[refused[0] :] = False
             refused = refused[:1]
         self._store(rows[served], wanted[served])
-        return {seqs[i]: self._refusal(int(missing[i]), blocked=True) for i in refused}
+        return {seqs[i]: self._refusal(int(missing[i]), "reservation") for i in refused}
 
     def _grow_in_place(
         self, seqs: Sequence[Seq], rows: Rows, tokens: int, stop_at_refusal: bool
@@ -161,8 +162,10 @@ class ContiguousAllocator(ArenaMoves):
                 else:
                     at, size = arena.take(wanted), arena.rounded(wanted)
                 if at is None or size is None:
-                    needed = arena.rounded(wanted) - held[i]
-                    refused[seq] = self._refusal(needed, blocked=at is not None)
+                    room, reason = arena.rounded(wanted), None
+                    if at is not None:
+                        reason = "end" if at + room > self._num_slots else "neighbour"
+                    refused[seq] = self._refusal(room - held[i], reason)
                     if stop_at_refusal:
                         break
                     continue

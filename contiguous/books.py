@@ -93,9 +93,9 @@ class ArenaBooks(Allocator):
         for array in (self._start, self._length, self._room, self._held):
             array[row] = 0
 
-    def _refusal(self, needed: int, *, blocked: bool = False) -> OutOfMemory:
+    def _refusal(self, needed: int, reason: str | None = None) -> OutOfMemory:
         arena = self._arena
-        return OutOfMemory(needed, arena.num_free, arena.largest_free, blocked=blocked)
+        return OutOfMemory(needed, arena.num_free, arena.largest_free, reason=reason)
 
     # ------------------------------------------------------------------ telling
 

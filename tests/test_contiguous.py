@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -77,7 +78,10 @@ def test_growth_past_a_reservation_is_refused() -> None:
     refused = allocator.grow(["a", "b", "c"])
     assert list(refused) == ["b"] and refused["b"].blocked and refused["b"].fragmented
     assert (refused["b"].needed, refused["b"].free) == (1, 62)
-    assert str(refused["b"]).endswith("62 free, the sequence cannot grow where it is")
+    assert str(refused["b"]).endswith(
+        "62 free, but the sequence cannot grow where it is: its reservation is used up: admit it "
+        "with a larger max_new (pow2 and oracle: expected_new)"
+    )
     assert [allocator.length(name) for name in "abc"] == [5, 6, 5]
     assert allocator.usage().live == before.live + 2
     assert list(allocator.grow(["a", "b", "c"], 3)) == ["a", "b", "c"]
@@ -95,9 +99,36 @@ def test_exact_growth_needs_its_own_neighbour() -> None:
     assert refused["a"].blocked and refused["a"].fragmented
     assert not refused["b"].fragmented, "c has taken what was free in the meantime"
     assert (refused["b"].free, refused["b"].blocked) == (2, True)
-    assert list(allocator.grow(["c"], 3)) == ["c"], "the end of the arena blocks, too"
+    refused |= allocator.grow(["c"], 3)
+    assert {seq: refusal.reason for seq, refusal in refused.items()} == {
+        "a": "neighbour",
+        "b": "neighbour",
+        "c": "end",
+    }
+    assert "the slots behind it are not free: offload it" in str(refused["a"])
+    assert "the arena ends behind it: offload it" in str(refused["c"])
     allocator.release("b")
     assert allocator.grow(["a"], 8) == {}
+    allocator.check_invariants()
+
+
+@pytest.mark.parametrize("placement", ["first-fit", "buddy"])
+@pytest.mark.parametrize("reason", ["neighbour", "end"])
+def test_the_remedy_that_a_blocked_growth_names(reason: str, placement: str) -> None:
+    allocator = slots(32, "exact", placement=placement)
+    for name in "abcd":
+        allocator.admit(name, 8)
+    seq, *gone = "acd" if reason == "neighbour" else "dab"
+    for name in gone:
+        allocator.release(name)
+    refusal = allocator.grow([seq])[seq]
+    told = str(refusal)
+    assert refusal.blocked and refusal.reason == reason and "restore it with headroom=1" in told
+    again = pickle.loads(pickle.dumps(refusal))
+    assert (again.blocked, again.reason, str(again)) == (True, reason, told)
+    allocator.offload(seq)
+    allocator.restore(seq, headroom=1)
+    assert not allocator.grow([seq])
     allocator.check_invariants()
 
 
