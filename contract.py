@@ -81,14 +81,18 @@ class Allocator(ABC):
     ) -> int:
         """Place a prompt of ``tokens`` tokens.
 
+        A prompt that is computed in chunks is admitted with its first one and grows by each
+        further one, once the one before is written (``KVCache.write``).
+
         Parameters
         ----------
         seq
             A name that no live sequence has.
         tokens
-            Prompt length, at least 0.
+            Prompt length, at least 0; of a prompt in chunks, that of the first one.
         max_new
-            The most tokens that the request may generate; reserving policies need it.
+            The most tokens that the request may generate; reserving policies need it. What is
+            left of a prompt in chunks is to be counted here, and in ``expected_new``.
         expected_new
             The true output length, known only to a replay (policies ``pow2``, ``oracle``).
         headroom
@@ -100,7 +104,8 @@ class Allocator(ABC):
             tokens of a page, or of as many pages as end with a whole token) that an earlier
             prompt brought are shared, the other full ones are entered for later prompts at once:
             write prompts in the order of their admission (or in one packed batch), and before
-            releasing the sequence. The contiguous backend shares nothing.
+            releasing the sequence. It reaches no further than ``tokens``, and what a sequence
+            grows by is never entered. The contiguous backend shares nothing.
         salt
             Prompts with different salts never share.
 
@@ -241,6 +246,10 @@ class KVCache(Allocator):
         lens: Sequence[int] | None = None,
     ) -> None:
         """Store the newest tokens of each sequence.
+
+        The *newest* tokens, so a prompt in chunks is written like this: ``admit`` the first chunk,
+        write it, ``grow`` by the next, write that. With the whole prompt admitted, the first chunk
+        would be stored at its end.
 
         A write reaches only what came after the last fork and behind the prefix hits, and what the
         layer still stores: on a layer with a sliding window write before the next ``grow``.
