@@ -118,7 +118,7 @@ def test_the_remedy_that_a_blocked_growth_names(reason: str, placement: str) -> 
     allocator = slots(32, "exact", placement=placement)
     for name in "abcd":
         allocator.admit(name, 8)
-    seq, *gone = "acd" if reason == "neighbour" else "dab"
+    seq, *gone = list("acd" if reason == "neighbour" else "dab")
     for name in gone:
         allocator.release(name)
     refusal = allocator.grow([seq])[seq]
