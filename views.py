@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True, slots=True)
+MOST_SHOWN = 8
+"""Sequences whose numbers ``repr`` shows."""
+
+
+# Comparing and printing the fields would read the whole buffer, of which much may be unmapped.
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class DenseView:
     """One layer of a batch, each sequence at consecutive addresses of one big buffer.
 
@@ -31,8 +36,17 @@ class DenseView:
     starts: torch.Tensor
     lengths: torch.Tensor
 
+    def __repr__(self) -> str:
+        return _shown(self)
 
-@dataclass(frozen=True, slots=True)
+    def __reduce__(self) -> NoReturn:  # pickle and deepcopy read the whole buffer, too
+        raise TypeError(
+            "a view of a cache can be neither pickled nor copied, since its buffer may be "
+            "unmapped: copy the rows [starts, starts + lengths) of k and v"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class PagedView:
     """One layer of a batch, each sequence scattered over pages.
 
@@ -57,3 +71,23 @@ class PagedView:
     block_table: torch.Tensor
     first: torch.Tensor
     lengths: torch.Tensor
+
+    def __repr__(self) -> str:
+        return _shown(self)
+
+
+def _shown(view: DenseView | PagedView) -> str:
+    """A view in one line that reads no key or value."""
+    told = (f"{field.name}={_told(getattr(view, field.name))}" for field in fields(view))
+    return f"{type(view).__name__}({', '.join(told)})"
+
+
+def _told(value: Any) -> str:
+    """The numbers of a batch; of tensors with more dimensions the shape, and where they are."""
+    if not hasattr(value, "shape"):
+        return repr(value)
+    if value.ndim != 1 or value.is_floating_point() or value.device.type != "cpu":
+        return f"<{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}>"
+    numbers = ", ".join(map(str, value[:MOST_SHOWN].tolist()))
+    rest = len(value) - MOST_SHOWN
+    return f"[{numbers}, and {rest} more]" if rest > 0 else f"[{numbers}]"
