@@ -274,7 +274,7 @@ class KVCache(Allocator):
 
     @abstractmethod
     def view(self, layer: int, seqs: Sequence[Seq]) -> DenseView | PagedView:
-        """What ``attend`` needs to read one layer of ``seqs``.
+        """What ``attend`` needs to read one layer of ``seqs``, the layer's window included.
 
         Valid until the next verb that places, moves or frees tokens: any but ``write``, ``view``
         and those that only tell.

@@ -49,7 +49,8 @@ class LayerShape:
     kv_heads, head_dim : int
         A token stores ``kv_heads × head_dim`` elements per tensor.
     window : int | None
-        Sliding attention window in tokens (the token itself included), or None.
+        Sliding attention window in tokens (the token itself included), or None. The views of a
+        cache carry it, and ``attend`` holds to it.
     tensors : int
         2 for K and V; 1 for a latent that serves as both (MLA).
     """

@@ -29,12 +29,15 @@ class DenseView:
     lengths : torch.Tensor
         int32 ``[S]``: readable tokens. After a sliding window dropped leading tokens,
         ``starts`` is advanced and ``lengths`` shortened.
+    window : int | None
+        The layer's sliding window, which ``attend`` holds to; None: none.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
+    window: int | None = None
 
     def __repr__(self) -> str:
         return _shown(self)
@@ -64,6 +67,8 @@ class PagedView:
     lengths : torch.Tensor
         int32 ``[S]``: tokens of the sequence, dropped ones included; tokens
         ``first <= t < lengths`` are readable.
+    window : int | None
+        The layer's sliding window, which ``attend`` holds to; None: none.
     """
 
     k: torch.Tensor
@@ -71,6 +76,7 @@ class PagedView:
     block_table: torch.Tensor
     first: torch.Tensor
     lengths: torch.Tensor
+    window: int | None = None
 
     def __repr__(self) -> str:
         return _shown(self)

@@ -156,7 +156,7 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
         """
         k, v = self._layers[check_layer(self.geometry, layer)]
         starts, lengths = self._place.get(self._version, seqs, None, lambda: self._place_of(seqs))
-        return DenseView(k, v, starts, lengths)
+        return DenseView(k, v, starts, lengths, self.geometry.layers[layer].window)
 
     def _place_of(self, seqs: Sequence[Seq]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self._seqs.rows(seqs)

@@ -80,13 +80,13 @@ class MadeUpEngine:
         attend_ns = step_ns = 0
         first = perf_counter_ns()
         outputs = []
-        for layer, shape in enumerate(self._cache.geometry.layers):
+        for layer in range(len(self._cache.geometry.layers)):
             k, v, q = (self._values.rows(role, layer, owner, position) for role in "kvq")
             start = perf_counter_ns()
             self._cache.write(layer, requests, k, v, lens=lens)
             view = self._cache.view(layer, requests)
             attending = perf_counter_ns()
-            outputs.append(attend(q, view, q_lens=lens, window=shape.window))
+            outputs.append(attend(q, view, q_lens=lens))
             end = perf_counter_ns()
             attend_ns += end - attending
             step_ns += end - start

@@ -31,14 +31,11 @@ class Pages:
     ----------
     view : PagedView
         All tokens of the layer, the newest included.
-    window : int | None
-        The layer's sliding window.
     first, length : int
         Tokens of a row, and the first that the attention mask has a column for.
     """
 
     view: PagedView
-    window: int | None
     first: int
     length: int
 
@@ -96,7 +93,7 @@ class PagedLayer(Layer):
         if not self._reads_pages():
             return gather(view, first, end)
         keys = key_states.detach()
-        keys.kvalloc_pages = Pages(view, self.window, first, end)  # type: ignore[attr-defined]
+        keys.kvalloc_pages = Pages(view, first, end)  # type: ignore[attr-defined]
         return keys, value_states
 
     def _visible(self) -> Pair:
@@ -179,7 +176,7 @@ def _starts(mask: torch.Tensor | None, pages: Pages, num_queries: int) -> list[i
         unpadded = num_queries in (1, pages.length - pages.first)  # what sdpa leaves unmasked
         return [pages.first] * len(pages.view.lengths) if unpadded else None
     known: dict[object, list[int] | None] = getattr(mask, "kvalloc_starts", {})
-    key = pages.window, pages.first, pages.length
+    key = pages.view.window, pages.first, pages.length
     if key not in known:  # one mask serves all layers of a kind
         known[key] = _read(mask, pages, num_queries)
         mask.kvalloc_starts = known  # type: ignore[attr-defined]
@@ -198,8 +195,8 @@ def _read(mask: torch.Tensor, pages: Pages, num_queries: int) -> list[int] | Non
     query = token[-num_queries:, None]
     starts = pages.first + mask.any(1).int().argmax(1)
     expected = (token <= query) & (token >= starts[:, None, None])
-    if pages.window is not None:
-        expected &= token > query - pages.window
+    if pages.view.window is not None:
+        expected &= token > query - pages.view.window
     padding = query < starts[:, None, None]  # what those rows compute is never used
     return starts.tolist() if bool(((mask == expected) | padding).all()) else None
 
@@ -215,13 +212,13 @@ def _attend(
     packed = query.transpose(1, 2)
     if min(q_lens) == num:
         flat = packed.reshape(num_rows * num, heads, dim)
-        out = attend(flat, view, q_lens=q_lens, scale=scale, window=pages.window)
+        out = attend(flat, view, q_lens=q_lens, scale=scale)
         return out.view(num_rows, num, heads, dim)
     used = torch.arange(num, device=query.device) >= num - torch.tensor(
         q_lens, device=query.device
     ).unsqueeze(1)
     out = torch.zeros(num_rows, num, heads, dim, dtype=query.dtype, device=query.device)
-    out[used] = attend(packed[used], view, q_lens=q_lens, scale=scale, window=pages.window)
+    out[used] = attend(packed[used], view, q_lens=q_lens, scale=scale)
     return out
 
 

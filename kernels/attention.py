@@ -48,7 +48,8 @@ def attend(
     scale
         Factor of the scores; None means ``1 / sqrt(D)``.
     window
-        Each query sees at most this many newest tokens, its own included; None means all.
+        Each query sees at most this many newest tokens, its own included. None takes the window
+        of the view's layer (``view.window``): a layer without one is seen whole.
 
     Returns
     -------
@@ -64,6 +65,7 @@ def attend(
     """
     _check_view(view)
     counts = _check_queries(q, view, q_lens)
+    window = view.window if window is None else window
     if window is not None and _whole("window", window) < 1:
         raise ValueError(f"window must be at least 1 token (the query's own), not {window}")
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)

@@ -30,6 +30,7 @@ def reference_attention(
     num_seqs = len(view.lengths)
     counts = [1] * num_seqs if q_lens is None else [int(n) for n in q_lens]
     factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    window = view.window if window is None else window
     outputs = [
         _attend_one(queries.double(), *stored_tokens(view, seq), factor, window)
         for seq, queries in enumerate(torch.split(q, counts))

@@ -118,8 +118,8 @@ class PagedKVCache(PagedAllocator, KVCache):
     def view(self, layer: int, seqs: Sequence[Seq]) -> PagedView:
         """Pages, block table and lengths of a batch; see ``KVCache.view``."""
         table = self._tables[self._columns_of[check_layer(self.geometry, layer)]]
-        place = self._places[layer]
-        return PagedView(self._k[place], self._v[place], *table.read(seqs))
+        place, window = self._places[layer], self.geometry.layers[layer].window
+        return PagedView(self._k[place], self._v[place], *table.read(seqs), window)
 
     def close(self) -> None:
         """Let go of the pools."""

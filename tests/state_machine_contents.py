@@ -141,7 +141,7 @@ class Tensors:
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.05
         q = torch.linspace(-0.1, 0.1, len(seqs) * heads * shape.head_dim, dtype=self.dtype)
         q = q.view(len(seqs), heads, shape.head_dim)
-        got = attend(q, self.cache.view(layer, seqs), window=shape.window)
+        got = attend(q, self.cache.view(layer, seqs))
         for i, seq in enumerate(seqs):
             k = self.vectors(layer, tokens[seq][-(shape.window or POSITIONS) :])[:, 0].double()
             weights = (q[i].double() @ k.T * shape.head_dim**-0.5).softmax(-1)

@@ -157,7 +157,7 @@ class Checked:
             view = self.cache.view(layer, requests)
             if extra_tokens:
                 view = replace(view, lengths=view.lengths + extra_tokens)
-            got = attend(q, view, q_lens=lens, window=shape.window)
+            got = attend(q, view, q_lens=lens)
             starts = torch.arange(len(requests)) * MOST_TOKENS
             meant = DenseView(
                 torch.cat([own[0] for own in values]),
@@ -219,6 +219,40 @@ def test_one_token_too_many_would_be_noticed(name: str) -> None:
         assert next_slot(cache.view(0, [0])).isnan().all()
         assert engine.largest_error([0], [1]) <= 1e-5
         assert engine.largest_error([0], [1], extra_tokens=1) == torch.inf
+
+
+WINDOWED_CACHES = {
+    "contiguous": contiguous("exact", "token-major", WINDOWED),
+    "paged 1": paged(1, "token-major", WINDOWED),
+    "paged 16": paged(16, "token-major", WINDOWED),
+    "vmm": vmm("token-major", WINDOWED),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED_CACHES)
+def test_a_view_tells_the_window_of_its_layer(name: str) -> None:
+    """Backends let go of different tokens, and show the same output all the same."""
+    random = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(1000, heads, 16, generator=random) for heads in (2, 2, 4))
+    with WINDOWED_CACHES[name](1000) as cache:
+        cache.admit("a", 0, max_new=1001)
+        for end in range(100, 1001, 100):
+            assert not cache.grow(["a"], 100)
+            for layer in range(2):
+                tokens = slice(end - 100, end)
+                cache.write(layer, ["a"], k[tokens], v[tokens], lens=[100])
+        for layer, window in enumerate((20, None)):
+            view = cache.view(layer, ["a"])
+            assert view.window == window
+            for given, seen in ((None, window or 1000), (5, 5)):  # a number goes before the view's
+                lengths = torch.tensor([seen], dtype=torch.int32)
+                meant = DenseView(k, v, torch.tensor([1000 - seen]), lengths)
+                expected = reference_attention(q[:1], meant)
+                got = attend(q[:1], view, window=given).double()
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+                told = reference_attention(q[:1], view, window=given)
+                torch.testing.assert_close(told, expected)
+            del view  # it would keep a mapped cache from closing
 
 
 def next_slot(view: DenseView | PagedView) -> torch.Tensor:

@@ -25,7 +25,7 @@ def test_a_mapped_view_is_printed_in_shapes() -> None:
     said = run_well(MAPPED + "say(repr(view))")
     rows = said.partition("[")[2].partition(",")[0]
     kept = f"<float32 [{rows}, 2, 64] on cpu>"
-    assert said == f"DenseView(k={kept}, v={kept}, starts=[0], lengths=[3])\n"
+    assert said == f"DenseView(k={kept}, v={kept}, starts=[0], lengths=[3], window=None)\n"
 
 
 def test_a_mapped_view_is_not_compared_token_by_token() -> None:
@@ -63,4 +63,4 @@ def test_a_view_elsewhere_shows_no_numbers() -> None:
     here = torch.zeros(1, dtype=torch.int32)
     pages = torch.zeros(1, 1, 1, 1)
     view = PagedView(pages, pages, here[None], here, here.to("meta"))
-    assert repr(view).endswith("first=[0], lengths=<int32 [1] on meta>)")
+    assert repr(view).endswith("first=[0], lengths=<int32 [1] on meta>, window=None)")

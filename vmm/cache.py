@@ -189,7 +189,8 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
         spans = self._views.get(self._version, seqs, None, dict)
         if key not in spans:
             spans[key] = self._spans_of(seqs, *key)
-        return DenseView(self._space.k[layer], self._space.v[layer], *spans[key])
+        window = self.geometry.layers[layer].window
+        return DenseView(self._space.k[layer], self._space.v[layer], *spans[key], window)
 
     def _spans_of(
         self, seqs: Sequence[Seq], g: int, row_tokens: int

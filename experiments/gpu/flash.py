@@ -158,7 +158,8 @@ def flash_decode(
     """One query per sequence through ``kernels.dense.flash``, at once: nothing is read back."""
     from ...kernels.dense import flash
 
-    return flash(q, view, starts, rows, 1, longest, scale=q.shape[-1] ** -0.5)
+    scale = q.shape[-1] ** -0.5
+    return flash(q, view, starts, rows, 1, longest, scale=scale, window=view.window)
 
 
 def decode_arguments(view: DenseView) -> tuple[torch.Tensor, torch.Tensor]:
