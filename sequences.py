@@ -7,6 +7,7 @@ common step of a batch touches no Python object per sequence beyond one dictiona
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import filterfalse
 from operator import index
 from typing import Any
 
@@ -93,7 +94,7 @@ class SequenceTable:
         """Row of a live sequence."""
         try:
             return self._row_of[seq]
-        except KeyError:
+        except (KeyError, TypeError):
             raise self._without_row(seq) from None
 
     def rows(self, seqs: Sequence[Seq]) -> Rows:
@@ -109,6 +110,8 @@ class SequenceTable:
                 rows = np.array([row_of[seq] for seq in names], np.intp)
             except KeyError as error:
                 raise self._without_row(error.args[0]) from None
+            except TypeError:
+                raise self._without_row(next(filterfalse(_hashable, names))) from None
             if len(set(names)) != len(rows):
                 raise ValueError("a sequence appears twice in one batch; name each once")
         self._last_seqs, self._last_rows = names, rows
@@ -127,28 +130,50 @@ class SequenceTable:
 
     def require_new(self, seq: Seq) -> None:
         """Refuse a name that a sequence has."""
-        if seq in self._row_of:
+        if named(seq) in self._row_of:
             raise ValueError(f"sequence {seq!r} is live already; release it or use another name")
         if seq in self.away:
             raise ValueError(f"sequence {seq!r} is offloaded: restore or release it first")
 
     def offloaded(self, seq: Seq) -> Any:
         """What brings an offloaded sequence back."""
-        if seq not in self.away:
+        if named(seq) not in self.away:
             self.row(seq)
             raise ValueError(f"sequence {seq!r} is not offloaded")
         return self.away[seq]
 
     def _without_row(self, seq: Seq) -> KeyError | ValueError:
-        if seq in self.away:
+        if named(seq) in self.away:
             return ValueError(f"sequence {seq!r} is offloaded: restore it first")
         return KeyError(f"sequence {seq!r} is not live: never admitted, or released already")
 
 
 def require_batch(seqs: object) -> None:
-    """Refuse what cannot be read twice in the same order: generators, sets, views of dicts."""
-    if type(seqs) is not list and not isinstance(seqs, Sequence | np.ndarray):
+    """Refuse what cannot be read twice in the same order: generators, sets, views of dicts.
+
+    One name is no batch either: a string would be taken for its letters.
+    """
+    if type(seqs) is list:
+        return
+    if isinstance(seqs, str | bytes):
+        raise TypeError(f"a batch is a list of sequences: write [{seqs!r}]")
+    if not isinstance(seqs, Sequence) and not (isinstance(seqs, np.ndarray) and seqs.ndim == 1):
         raise TypeError(f"a batch is a list of sequences, not {type(seqs).__name__}")
+
+
+def named(seq: Seq) -> Seq:
+    """Return the name of a sequence, refusing what no table can look up."""
+    if not _hashable(seq):
+        raise TypeError(f"a sequence is named by a string, a number or the like, not {seq!r}")
+    return seq
+
+
+def _hashable(seq: object) -> bool:
+    try:
+        hash(seq)
+    except TypeError:
+        return False
+    return True
 
 
 def count(name: str, value: int) -> int:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from .contract import KVCache, Seq
 from .geometry import KVGeometry
-from .sequences import Ints, count
+from .sequences import Ints, count, require_batch
 
 T = TypeVar("T")
 
@@ -195,6 +195,7 @@ class BatchMemo(Generic[T]):
         seqs, lens
             The batch; ``lens`` is None where the answer does not depend on it.
         """
+        require_batch(seqs)  # of a string the letters could be the last batch
         counts = None
         if lens is not None:
             given = np.asarray(lens)

@@ -9,7 +9,7 @@ import numpy as np
 from ..contract import NeverFits, OutOfMemory, Prefix, Seq
 from ..geometry import KVGeometry
 from ..pages.prefix import check_salt, unit_keys
-from ..sequences import Ints, Rows, at_least_one, check_fits, count, countable
+from ..sequences import Ints, Rows, at_least_one, check_fits, count, countable, named
 from .moves import ArenaMoves
 from .placement import PLACEMENTS
 from .policies import check_policy, reservation
@@ -185,12 +185,12 @@ class ContiguousAllocator(ArenaMoves):
 
     def release(self, seq: Seq) -> None:
         """Free the whole interval, reservation included; it merges with free neighbours."""
-        if self._seqs.away.pop(seq, None) is None:
+        if self._seqs.away.pop(named(seq), None) is None:
             self._leave(seq)
 
     def length(self, seq: Seq) -> int:
         """Tokens of a sequence, offloaded or not."""
-        away = self._seqs.away.get(seq)
+        away = self._seqs.away.get(named(seq))
         return int(self._length[self._seqs.row(seq)]) if away is None else away.length
 
     def spans(self, seq: Seq) -> list[tuple[int, int]]:

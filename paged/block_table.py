@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..contract import Seq
-from ..sequences import Rows
+from ..sequences import Rows, require_batch
 from ..tensors import on_device
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class BlockTable:
     def read(self, seqs: Sequence[Seq]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Block table int32 ``[S, max_pages]``, first int32 ``[S]``, lengths int32 ``[S]``."""
         cache = self._cache
+        require_batch(seqs)
         if self._version != cache._version or self._seqs != list(seqs):
             rows = cache._seqs.rows(seqs)
             self._update_table(rows)

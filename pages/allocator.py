@@ -8,7 +8,7 @@ import numpy as np
 
 from ..contract import NeverFits, OutOfMemory, Prefix, Seq, Usage
 from ..geometry import KVGeometry
-from ..sequences import ONE, Rows, at_least_one, check_fits, count
+from ..sequences import ONE, Rows, at_least_one, check_fits, count, named
 from .books import PageGroup
 from .moves import PageMoves
 from .pool import PagePool
@@ -201,7 +201,7 @@ class PageAllocator(PageMoves):
 
     def release(self, seq: Seq) -> None:
         """Forget a sequence; pages that nobody else holds become free."""
-        if self._seqs.away.pop(seq, None) is None:
+        if self._seqs.away.pop(named(seq), None) is None:
             self._version += 1
             self._empty(seq)
 
@@ -209,7 +209,7 @@ class PageAllocator(PageMoves):
 
     def length(self, seq: Seq) -> int:
         """Tokens of a sequence, offloaded or not."""
-        away = self._seqs.away.get(seq)
+        away = self._seqs.away.get(named(seq))
         return int(self._length[self._seqs.row(seq)]) if away is None else away.length
 
     def spans(self, seq: Seq) -> list[tuple[int, int]]:

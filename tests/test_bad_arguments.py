@@ -5,8 +5,10 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,3 +180,55 @@ def test_a_refusal_says_why_wherever_it_is_shown() -> None:
     told = "1 page needed, 0 free, the largest free run is 0"
     assert str(refused["b"]) == told and told in repr(refused)
     assert str(pickle.loads(pickle.dumps(refused["b"]))) == told
+
+
+@every_cache
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ("ab", r"a batch is a list of sequences: write \['ab'\]"),
+        (b"ab", r"a batch is a list of sequences: write \[b'ab'\]"),
+        (None, "a batch is a list of sequences, not NoneType"),
+        (3, "a batch is a list of sequences, not int"),
+        ({"a"}, "a batch is a list of sequences, not set"),
+        (np.array([["a", "b"]]), "a batch is a list of sequences, not ndarray"),
+        ([["a"]], r"named by a string, a number or the like, not \['a'\]"),
+    ],
+)
+def test_what_is_no_batch(name: str, batch: Any, told: str) -> None:
+    """The letters of a string may well be sequences, and even the batch before."""
+    with CACHES[name]() as cache:
+        k = torch.zeros(2, TINY.layers[0].kv_heads, TINY.layers[0].head_dim)
+        for seq in "ab":
+            cache.admit(seq, 1, max_new=5)
+        cache.write(0, ["a", "b"], k, k)
+        cache.view(0, ["a", "b"])
+        verbs: list[Callable[[], object]] = [
+            lambda: cache.grow(batch),
+            lambda: cache.write(0, batch, k, k),
+            lambda: cache.view(0, batch),
+        ]
+        for verb in verbs:
+            with pytest.raises(TypeError, match=told):
+                verb()
+        assert [cache.length(seq) for seq in "ab"] == [1, 1]
+
+
+@pytest.mark.parametrize("name", BOOKS)
+def test_a_name_that_no_table_can_look_up(name: str) -> None:
+    books, wrong = BOOKS[name](), cast(Any, ["a"])
+    books.admit("a", 1, max_new=5)
+    verbs: list[Callable[[], object]] = [
+        lambda: books.admit(wrong, 1, max_new=5),
+        lambda: books.fork("a", wrong),
+        lambda: books.fork(wrong, "b"),
+        lambda: books.grow(["a", wrong]),
+        *(partial(verb, wrong) for verb in (books.release, books.length, books.spans)),
+        *(partial(verb, wrong) for verb in (books.offload, books.restore)),
+        lambda: books.truncate(wrong, 0),
+    ]
+    for verb in verbs:
+        with pytest.raises(TypeError, match=r"named by a string, .* not \['a'\]"):
+            verb()
+    assert books.length("a") == 1
+    books.check_invariants()
