@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import index
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 """Bytes per element of the dtypes that a cache can hold; torch's names."""
@@ -93,7 +95,7 @@ class KVGeometry:
 
     Raises
     ------
-    ValueError
+    TypeError, ValueError
         For a shape that no model can have; one sentence that names the field.
     """
 
@@ -105,18 +107,18 @@ class KVGeometry:
 
     def __post_init__(self) -> None:
         # A frozen dataclass can only normalise its fields by this door.
-        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "layers", _shapes(self.layers))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         _require_positive("q_heads", self.q_heads)
         if self.max_context is not None:
             _require_positive("max_context", self.max_context)
         if not self.layers:
             raise ValueError(f"{self.name}: a geometry needs at least one layer")
-        for index, shape in enumerate(self.layers):
+        for layer, shape in enumerate(self.layers):
             if self.q_heads % shape.kv_heads:
                 raise ValueError(
                     f"{self.name}: {self.q_heads} query heads cannot share "
-                    f"{shape.kv_heads} KV heads evenly in layer {index}"
+                    f"{shape.kv_heads} KV heads evenly in layer {layer}"
                 )
 
     @classmethod
@@ -168,11 +170,15 @@ class KVGeometry:
         A layer without a window keeps all of them; equals ``context · bytes_per_token``
         for a model without windows.
         """
+        try:
+            context = index(context)
+        except TypeError:
+            raise TypeError(f"context must be an integer, not {context!r}") from None
         if context < 0:
             raise ValueError(f"context must be 0 or more tokens, got {context}")
         return sum(
-            min(context, shape.window or context) * self.layer_bytes(index)
-            for index, shape in enumerate(self.layers)
+            min(context, shape.window or context) * self.layer_bytes(layer)
+            for layer, shape in enumerate(self.layers)
         )
 
     def with_dtype(self, dtype: str) -> KVGeometry:
@@ -202,6 +208,27 @@ class KVGeometry:
             for shape in self.layers
         )
         return replace(self, name=f"{self.name} / {tp}", layers=layers, q_heads=self.q_heads // tp)
+
+
+def check_geometry(geometry: object) -> None:
+    """Refuse what is no geometry, such as the name of a model."""
+    if not isinstance(geometry, KVGeometry):
+        name = geometry if isinstance(geometry, str) else "tiny"
+        raise TypeError(
+            f"geometry must be a KVGeometry, not {geometry!r}: "
+            f"kvalloc.models.geometry({name!r}) makes one"
+        )
+
+
+def _shapes(layers: object) -> tuple[LayerShape, ...]:
+    shapes = tuple(layers) if isinstance(layers, Iterable) else (layers,)
+    for shape in shapes:
+        if not isinstance(shape, LayerShape):
+            raise TypeError(
+                f"layers must be a tuple of LayerShape, one a layer, not of {shape!r}: "
+                "KVGeometry.uniform makes layers that are all alike"
+            )
+    return shapes
 
 
 def _require_positive(field: str, value: object) -> None:

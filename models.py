@@ -158,6 +158,11 @@ def geometry(name: str) -> KVGeometry:
     ValueError
         For an unknown name; the message names the nearest ones.
     """
+    if not isinstance(name, str):
+        raise TypeError(
+            f"a model is told by its name, not by {name!r}: `kvalloc size --list` names the known "
+            "ones, KVGeometry makes others"
+        )
     proper = _lookup().get(_comparable(name))
     if proper is None:
         raise ValueError(f"unknown model {name!r}; {_suggestion(name)}")

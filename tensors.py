@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from .contract import KVCache, Seq
-from .geometry import KVGeometry
+from .geometry import KVGeometry, check_geometry
 from .sequences import Ints, count, require_batch
 
 T = TypeVar("T")
@@ -29,9 +29,12 @@ def torch_dtype(geometry: KVGeometry) -> torch.dtype:
 
     Raises
     ------
+    TypeError
+        Not a geometry.
     ValueError
         The geometry stores a latent (MLA): no kernel here reads one, it is accounting only.
     """
+    check_geometry(geometry)
     if any(shape.tensors != 2 for shape in geometry.layers):
         raise ValueError(
             f"geometry {geometry.name!r} stores one latent tensor per layer, which is accounting "

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..contract import NeverFits, OutOfMemory, Prefix, Seq
-from ..geometry import KVGeometry
-from ..pages.prefix import check_salt, unit_keys
+from ..geometry import KVGeometry, check_geometry
+from ..pages.prefix import check_salt, has_runs, unit_keys
 from ..sequences import Ints, Rows, at_least_one, check_fits, count, countable, named
 from .moves import ArenaMoves
 from .placement import PLACEMENTS
@@ -57,6 +57,7 @@ class ContiguousAllocator(ArenaMoves):
         placement: str = "first-fit",
         limit: int | None = None,
     ) -> None:
+        check_geometry(geometry)
         limit = geometry.max_context if limit is None else at_least_one("limit", limit)
         if limit is not None:
             countable("a limit", limit)
@@ -93,7 +94,7 @@ class ContiguousAllocator(ArenaMoves):
         roomy = tokens + count("headroom", headroom)
         check_salt(salt)
         check_fits(roomy, self.capacity, self.limit)
-        if prefix:
+        if has_runs(prefix):
             unit_keys(prefix, tokens, tokens + 1, salt)  # no unit is full: the checks alone
         room = reservation(self.policy, tokens, max_new, expected_new, self.limit)
         if self.policy != "exact":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,9 +68,7 @@ def attend(
     window = view.window if window is None else window
     if window is not None and _whole("window", window) < 1:
         raise ValueError(f"window must be at least 1 token (the query's own), not {window}")
-    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    if not math.isfinite(factor):
-        raise ValueError(f"scale must be a finite number, not {scale}")
+    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else _number("scale", scale)
     if view.k.device.type == "cpu":
         _check_contents(view, counts)
     elif view.k.device.type != "cuda":
@@ -152,6 +150,8 @@ def _check_queries(
     q: torch.Tensor, view: DenseView | PagedView, q_lens: Sequence[int] | torch.Tensor | None
 ) -> list[int]:
     heads, dim = view.k.shape[-2:]
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q must be a torch tensor, not {type(q).__name__}")
     if q.ndim != 3 or q.shape[2] != dim:
         raise ValueError(f"q must be [sum(q_lens), H_q, {dim}], not {_shape(q)}")
     if q.dtype != view.k.dtype:
@@ -167,6 +167,8 @@ def _check_queries(
         counts = [1] * num_seqs
     else:
         given = q_lens.tolist() if isinstance(q_lens, torch.Tensor) else q_lens
+        if not isinstance(given, Iterable):
+            raise TypeError(f"q_lens must be a list, one count a sequence, not {given!r}")
         counts = [_whole("an entry of q_lens", n) for n in given]
     if len(counts) != num_seqs:
         raise ValueError(f"q_lens has {len(counts)} entries for {num_seqs} sequences")
@@ -175,6 +177,14 @@ def _check_queries(
     if sum(counts) != q.shape[0]:
         raise ValueError(f"q has {q.shape[0]} rows, q_lens sums to {sum(counts)}")
     return counts
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"{name} must be a finite number, not {value}")
+    return number
 
 
 def _whole(name: str, value: Any) -> int:

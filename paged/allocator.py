@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from ..contract import Seq
-from ..geometry import KVGeometry
+from ..geometry import KVGeometry, check_geometry
 from ..pages.allocator import PageAllocator
 from ..pages.books import PageGroup
 from ..pages.pool import PagePool
@@ -47,6 +47,7 @@ class PagedAllocator(PageAllocator):
         limit: int | None = None,
         pool: PagePool | None = None,
     ) -> None:
+        check_geometry(geometry)
         self.page_size = at_least_one("page_size", page_size)
         by_window = _layers_by_window(geometry)
         self.layers_per_page = math.gcd(*(len(layers) for layers in by_window.values()))

@@ -12,7 +12,7 @@ from ..sequences import ONE, Rows, at_least_one, check_fits, count, named
 from .books import PageGroup
 from .moves import PageMoves
 from .pool import PagePool
-from .prefix import check_salt, unit_keys
+from .prefix import check_salt, has_runs, unit_keys
 
 
 class PageAllocator(PageMoves):
@@ -86,7 +86,7 @@ class PageAllocator(PageMoves):
         check_salt(salt)
         self._seqs.require_new(seq)
         check_fits(roomy, self._capacity, self.limit)
-        if prefix:
+        if has_runs(prefix):
             return self._admit_sharing(seq, tokens, roomy, max_new or 0, prefix, salt)
         self._require_free(self._num_pages_for(roomy))
         row = self._choose_row(tokens, max_new or 0)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import TypeGuard
 
 import numpy as np
 
@@ -64,6 +65,17 @@ def unit_keys(
             chain.update(b"%s+%d;" % (name, size - at))
             room -= size - at
     return keys
+
+
+def has_runs(prefix: Prefix | None) -> TypeGuard[Prefix]:
+    """Whether a prompt begins with runs; refuses what is no list of them."""
+    if prefix is None:
+        return False
+    if not isinstance(prefix, Sequence) or isinstance(prefix, str | bytes):
+        raise TypeError(
+            f"a prefix is a list of runs (key, num_tokens), not {type(prefix).__name__}"
+        )
+    return len(prefix) > 0
 
 
 def check_salt(salt: int | str | bytes | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -215,6 +216,22 @@ def test_refuses_more_queries_than_stored_tokens(kind: str) -> None:
     case = attention_case([3, 9], q_lens=[2, 5], first=[2, 0])
     with pytest.raises(ValueError, match="sequence 0: 2 queries for 1 stored tokens"):
         attend(case.q, getattr(case, kind), q_lens=case.q_lens)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"q": None}, "q must be a torch tensor, not NoneType"),
+        ({"q": [[[1.0]]]}, "q must be a torch tensor, not list"),
+        ({"q_lens": 1}, "q_lens must be a list, one count a sequence, not 1"),
+        ({"q_lens": torch.tensor(1)}, "q_lens must be a list, one count a sequence, not 1"),
+        ({"scale": "1"}, "scale must be a number, not '1'"),
+        ({"scale": [1.0]}, r"scale must be a number, not \[1.0\]"),
+    ],
+)
+def test_refuses_what_is_of_another_type(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        attend(**{"q": CASE.q, "view": CASE.dense, **wrong})
 
 
 def test_refuses_devices_without_a_kernel() -> None:

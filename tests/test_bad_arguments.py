@@ -14,7 +14,7 @@ import torch
 
 from kvalloc.contiguous import ContiguousAllocator, ContiguousKVCache
 from kvalloc.contract import Allocator, KVCache
-from kvalloc.geometry import SLOTS
+from kvalloc.geometry import SLOTS, KVGeometry
 from kvalloc.kernels.attention import attend
 from kvalloc.models import geometry
 from kvalloc.paged import PagedAllocator, PagedKVCache
@@ -30,6 +30,10 @@ CACHES: dict[str, Callable[..., KVCache]] = {
         TINY, **{"memory_bytes": MIB, "page_bytes": 1 << 16, **options}
     ),
 }
+KINDS = (
+    *(ContiguousAllocator, PagedAllocator, VmmAllocator),
+    *(ContiguousKVCache, PagedKVCache, VmmKVCache),
+)
 every_cache = pytest.mark.parametrize("name", CACHES)
 
 
@@ -155,12 +159,22 @@ def test_what_int64_does_not_count_is_refused(kind: str, maker: Callable[..., An
     books.check_invariants()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("wrong", ["llama-3-8b", None, {"layers": 2}, 2048, KVGeometry])
+def test_what_is_no_geometry(kind: Any, wrong: Any) -> None:
+    name = wrong if isinstance(wrong, str) else "tiny"
+    told = rf"must be a KVGeometry, not .*: kvalloc\.models\.geometry\('{name}'\) makes one"
+    with pytest.raises(TypeError, match=told):
+        kind(wrong, MIB)
+
+
 @every_cache
-@pytest.mark.parametrize("prefix", ["sys", ("sys", 3), [("sys",)], [3], [("sys", 3, 4)]])
+@pytest.mark.parametrize(
+    "prefix",
+    ["sys", ("sys", 3), [("sys",)], [3], [("sys", 3, 4)], 5, np.arange(5), {("sys", 3)}, {"a": 3}],
+)
 def test_a_prefix_that_is_no_list_of_runs(name: str, prefix: Any) -> None:
     with CACHES[name]() as cache:
-        if name == "contiguous":  # shares nothing, and does not look
-            return
         with pytest.raises(TypeError, match=r"a prefix is a list of runs \(key, num_tokens\)"):
             cache.admit("a", 5, prefix=prefix)
         assert cache.usage().reserved == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -276,3 +278,21 @@ def test_the_formula_for_any_layers(layers: list[LayerShape], dtype: str, contex
     )
     assert unbounded.windowed_bytes(context) == context * model.bytes_per_token
     assert hash(model) == hash(KVGeometry("any", tuple(layers), 8, dtype))
+
+
+@pytest.mark.parametrize("layers", [5, (1,), "x", None, [LayerShape(1, 1), (1, 1)]])
+def test_layers_are_layer_shapes(layers: Any) -> None:
+    with pytest.raises(TypeError, match=r"layers must be a tuple of LayerShape, .*KVGeometry"):
+        KVGeometry("mine", layers, 1, "float16")
+
+
+@pytest.mark.parametrize("name", [None, 3, ("llama-3-8b",), LayerShape])
+def test_a_model_is_told_by_its_name(name: Any) -> None:
+    with pytest.raises(TypeError, match="a model is told by its name, not by"):
+        geometry(name)
+
+
+@pytest.mark.parametrize("context", ["4", 1.5, None])
+def test_a_context_is_a_whole_number(context: Any) -> None:
+    with pytest.raises(TypeError, match="context must be an integer, not"):
+        geometry("tiny").windowed_bytes(context)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..geometry import KVGeometry
+from ..geometry import KVGeometry, check_geometry
 from ..pages.allocator import PageAllocator
 from ..pages.books import PageGroup
 from ..pages.pool import PagePool
@@ -61,6 +61,7 @@ class VmmAllocator(PageAllocator):
         limit: int | None = None,
         pool: PagePool | None = None,
     ) -> None:
+        check_geometry(geometry)
         page_bytes = at_least_one("page_bytes", page_bytes)
         if adoption not in ADOPTION:
             raise ValueError(f"unknown adoption {adoption!r}; choose one of {', '.join(ADOPTION)}")
