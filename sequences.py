@@ -180,22 +180,33 @@ def count(name: str, value: int) -> int:
     """Return ``value`` as a plain int, refusing what is not a count (negative, float, bool)."""
     if type(value) is int and value >= 0:
         return value
+    if (counted := whole(name, value)) < 0:
+        raise ValueError(f"{name} must not be negative, but is {counted}")
+    return counted
+
+
+def whole(name: str, value: int) -> int:
+    """Return ``value`` as a plain int, refusing what is none (float, bool, text)."""
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, not {value!r}")
     try:
-        number = index(value)
+        return index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
-    if number < 0:
-        raise ValueError(f"{name} must not be negative, but is {number}")
-    return number
+
+
+def number(name: str, value: float) -> float:
+    """Return ``value`` as a plain float, refusing what is no number (bool, text)."""
+    if isinstance(value, bool | str) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    return float(value)
 
 
 def at_least_one(name: str, value: int) -> int:
     """Return ``value`` as a plain int, refusing what is not a count of one or more."""
-    if (number := count(name, value)) < 1:
-        raise ValueError(f"{name} must be at least 1, not {number}")
-    return number
+    if (least := count(name, value)) < 1:
+        raise ValueError(f"{name} must be at least 1, not {least}")
+    return least
 
 
 def countable(what: str, number: int) -> int:

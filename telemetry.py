@@ -58,6 +58,8 @@ class MeasuredAllocator(Allocator):
     """Any allocator, its state-changing verbs timed under their own names."""
 
     def __init__(self, inner: Allocator, clock: Clock | None = None) -> None:
+        if not isinstance(inner, Allocator):
+            raise TypeError(f"what is measured is an allocator or a cache, not {inner!r}")
         self.inner = inner
         self.clock = clock or Clock()
         self.geometry = inner.geometry
@@ -147,6 +149,11 @@ class Measured(MeasuredAllocator, KVCache):
 
     def __init__(self, inner: KVCache, clock: Clock | None = None) -> None:
         super().__init__(inner, clock)
+        if not isinstance(inner, KVCache):
+            raise TypeError(
+                f"Measured takes a cache, not {type(inner).__name__}: for books alone use "
+                "MeasuredAllocator"
+            )
         self.device = inner.device
 
     def write(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..sequences import number, whole
 from .errors import BadInput
 from .trace import MAX_SECONDS, MAX_TOKENS, MISSING, Ints, Runs, Trace
 
@@ -66,8 +67,7 @@ def generate(
     if kind not in KINDS:
         raise BadInput(f"there is no kind of trace {kind!r}: choose from {', '.join(KINDS)}")
     family = KINDS[kind]
-    num_requests = family.requests if requests is None else requests
-    check_requests(num_requests)
+    num_requests = check_requests(family.requests if requests is None else requests)
     rng = lengths_rng(seed)
     if not family.ranged and (prompt or output):
         raise BadInput(f"{kind} draws lengths of its own: --prompt and --output do not apply")
@@ -90,29 +90,32 @@ def generate(
 
 def lengths_rng(seed: int) -> np.random.Generator:
     """The stream of random lengths of a seed."""
-    if seed < 0:
+    return np.random.default_rng([_seed(seed), 0])
+
+
+def _seed(seed: int) -> int:
+    if whole("seed", seed) < 0:
         raise BadInput(f"--seed must be 0 or more, not {seed}")
-    return np.random.default_rng([seed, 0])
+    return seed
 
 
-def check_requests(requests: int) -> None:
-    """Refuse a number of requests that is none, or that no trace holds."""
-    if not 1 <= requests <= MAX_REQUESTS:
+def check_requests(requests: int) -> int:
+    """The number of requests; refuses one that is none, or that no trace holds."""
+    if not 1 <= whole("requests", requests) <= MAX_REQUESTS:
         raise BadInput(f"--requests must lie between 1 and {MAX_REQUESTS:,}, not {requests}")
+    return requests
 
 
 def check_rate(rate: float) -> None:
     """Refuse a rate at which arrivals cannot be told apart, or that is no number."""
-    if not 1e-6 <= rate <= 1e6:  # false for NaN
+    if not 1e-6 <= number("rate", rate) <= 1e6:  # false for NaN
         raise BadInput(f"--rate must lie between 1e-6 and 1e6 requests a second, not {rate}")
 
 
 def poisson_arrivals(requests: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
     """Seconds, ascending from 0, with exponential gaps of mean ``1 / rate``: ``[requests]``."""
     check_rate(rate)
-    if seed < 0:
-        raise BadInput(f"--seed must be 0 or more, not {seed}")
-    gaps = np.random.default_rng([seed, 1]).exponential(1 / rate, requests)
+    gaps = np.random.default_rng([_seed(seed), 1]).exponential(1 / rate, requests)
     gaps[0] = 0.0
     seconds = np.cumsum(gaps)
     if seconds[-1] > MAX_SECONDS:

@@ -13,7 +13,7 @@ from ..sequences import Ints
 from .recorder import Number, Recorder, in_tokens
 from .scheduler import Scheduler
 from .scheduling import Counts, OnFailure, OnFull, Placed
-from .trace import Trace
+from .trace import Trace, check_trace
 
 MAX_OWNER_ENTRIES = 50_000
 """Owners are recorded only as long as they stay this small: they are for pictures."""
@@ -99,10 +99,11 @@ def replay(
 
     Raises
     ------
-    ValueError
-        An unknown choice, an allocator that holds other sequences, or a trace of which
-        ``max_new`` is missing in part.
+    TypeError, ValueError
+        No trace or no allocator, an unknown choice, an allocator that holds other sequences, or
+        a trace of which ``max_new`` is missing in part.
     """
+    check_trace(trace)
     arriving = _Arrivals(trace.steps(step_ms))
     scheduler = Scheduler(
         allocator,

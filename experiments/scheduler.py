@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..contract import Allocator, NeverFits, OutOfMemory, Prefix
-from ..sequences import Ints
+from ..sequences import Ints, at_least_one
 from .scheduling import Counts, Endings, OnFailure, OnFull, Placed, Prefill, check_start
+from .trace import whole_numbers
 
 
 class Scheduler:
@@ -58,6 +59,14 @@ class Scheduler:
         prefix: Sequence[Prefix] | None = None,
         prefill: Prefill | None = None,
     ) -> None:
+        prompt, output, max_new = (
+            whole_numbers(name, column)
+            for name, column in (("prompt", prompt), ("output", output), ("max_new", max_new))
+        )
+        if not prompt.shape == output.shape == max_new.shape == (prompt.size,):
+            raise ValueError("prompt, output and max_new must be columns of one length")
+        if max_running is not None:
+            max_running = at_least_one("max_running", max_running)
         check_start(allocator, max_new, on_full, on_failure)
         self.allocator = allocator
         self.counts = Counts()

@@ -30,10 +30,15 @@ def check_start(
 
     Raises
     ------
-    ValueError
-        An unknown choice, sequences of somebody else, who may never leave, or requests whose
-        ``max_new`` nobody has said.
+    TypeError, ValueError
+        No allocator, an unknown choice, sequences of somebody else, who may never leave, or
+        requests whose ``max_new`` nobody has said.
     """
+    if not isinstance(allocator, Allocator):
+        raise TypeError(
+            f"an allocator or a cache is needed, not {allocator!r}: make one, as in "
+            "PagedAllocator(geometry, memory_bytes)"
+        )
     for name, word, words in (
         ("on_full", on_full, get_args(OnFull)),
         ("on_failure", on_failure, get_args(OnFailure)),

@@ -9,6 +9,7 @@ from typing import Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from ..sequences import number
 from .errors import BadInput
 from .output import counted
 
@@ -29,6 +30,16 @@ MAX_SECONDS = 10**11
 ticks."""
 MISSING = -1
 """Stands in ``max_new`` where the trace does not say."""
+
+
+def whole_numbers(name: str, values: npt.ArrayLike) -> Ints:
+    """A column as int64, copied; refuses numbers that are not whole, and what is no number."""
+    given = np.asarray(values)
+    if given.size and given.dtype.kind not in "iuf":
+        raise ValueError(f"{name} must be whole numbers that int64 holds, not {given.dtype}")
+    if given.dtype.kind == "f" and (wrong := given[given != np.trunc(given)]).size:
+        raise ValueError(f"{name} must be whole numbers, not {wrong[0]}: round them")
+    return given.astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,9 +87,9 @@ class Trace:
         if self.unit not in ("s", "step"):
             raise ValueError(f"the unit of arrivals is 's' or 'step', not {self.unit!r}")
         for column in ("prompt", "output", "max_new"):
-            self._store(column, np.array(getattr(self, column), dtype=np.int64))
+            self._store(column, whole_numbers(column, getattr(self, column)))
         if self.unit == "step":
-            self._store("arrival", np.array(self.arrival, dtype=np.int64))
+            self._store("arrival", whole_numbers("arrival", self.arrival))
         else:
             ticks = np.rint(np.asarray(self.arrival, dtype=np.float64) * TICKS)
             self._store("arrival", (ticks - (ticks[0] if len(ticks) else 0)) / TICKS)
@@ -124,14 +135,15 @@ class Trace:
     ) -> Trace:
         """Build a trace from ``(arrival, prompt, output, max_new or None)`` rows."""
         table = [(a, p, o, MISSING if m is None else m) for a, p, o, m in rows]
-        arrival, prompt, output, max_new = zip(*table, strict=True) if table else ((), (), (), ())
+        columns = zip(*table, strict=True) if table else ((), (), (), ())
+        arrival, prompt, output, max_new = map(np.array, columns)
         return cls(
             name,
             unit,
-            np.array(arrival, np.float64) if unit == "s" else np.array(arrival, np.int64),
-            np.array(prompt, dtype=np.int64),
-            np.array(output, dtype=np.int64),
-            np.array(max_new, dtype=np.int64),
+            arrival,
+            prompt,
+            output,
+            max_new,
             None if prefix is None else tuple(prefix),
             notices,
         )
@@ -152,7 +164,7 @@ class Trace:
         BadInput
             If ``step_ms`` is not a positive number of at least 0.0001 ms.
         """
-        step = step_ms * (TICKS // 1000)
+        step = number("step_ms", step_ms) * (TICKS // 1000)
         if not 1 <= step <= 2**53:
             raise BadInput(f"a step of {step_ms} ms is out of range: give 0.0001 ms or more")
         if self.unit == "step":
@@ -223,3 +235,11 @@ class Trace:
         if isinstance(rule, str) or not 0 <= rule <= MAX_TOKENS:
             raise BadInput(f"--max-new takes a number of tokens, 'limit' or 'output', not {rule!r}")
         return rule, f"{rule:,} is taken"
+
+
+def check_trace(trace: object) -> None:
+    """Refuse what is no trace, such as the name of one."""
+    if not isinstance(trace, Trace):
+        raise TypeError(
+            f"a trace is needed, not {trace!r}: kvalloc.experiments.readers.read_trace reads one"
+        )

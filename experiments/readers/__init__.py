@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import chain
+from os import PathLike
 from pathlib import Path
 
 from ..built_in_traces import built_in
@@ -41,6 +42,8 @@ def read_trace(path: str | Path, *, rate: float | None = None, seed: int = 0) ->
     BadInput
         One sentence that names the file, the line and the reason.
     """
+    if not isinstance(path, str | PathLike):
+        raise TypeError(f"a trace is named by a string or a path, not by {path!r}")
     if rate is not None:
         check_rate(rate)
     made = built_in(path, seed) if isinstance(path, str) else None
