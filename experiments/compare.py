@@ -18,7 +18,7 @@ from .recorder import in_tokens
 from .replay import Engine, Result, owners_json, replay
 from .scheduling import OnFailure, OnFull
 from .specs import Spec
-from .trace import Trace
+from .trace import Trace, check_trace
 
 if TYPE_CHECKING:
     from .made_up import Expected, Values
@@ -35,11 +35,27 @@ class Settings:
 
     Attributes
     ----------
+    specs : tuple of Spec
+        The backends, from ``parse_spec``. One of your own is any object with ``text`` (its name in
+        the results), ``kind`` and ``allocator(geometry, memory_bytes, layout=…)``; for ``run`` with
+        ``cache(geometry, memory_bytes, device=…, layout=…)``.
+    geometry : KVGeometry
+        Of the model; ``SLOTS`` counts tokens alone.
+    memory_bytes : int
+        What each backend has.
     run : bool
         Real memory and attention; otherwise the books alone.
+    on_full, on_failure, step_ms
+        As for ``replay``.
+    device : str
+        Where a real run has its tensors.
     layout : str
         Memory order of tensors, the same for all backends, so that kernels are compared fairly;
         the books of mapped memory depend on it, since each buffer has pages of its own.
+    verify : bool
+        Compare every output of a real run with float64 (``max_abs_error``).
+    seed : int
+        Of the keys, values and queries of a real run.
     """
 
     specs: tuple[Spec, ...]
@@ -68,9 +84,12 @@ def compare(trace: Trace, settings: Settings, progress: Progress | None = None) 
 
     Raises
     ------
+    TypeError
+        No trace, or a backend that is only named.
     BadInput
-        A backend that cannot be made, or no request that fits any backend.
+        No backend or one that cannot be made, or no request that fits any.
     """
+    check_trace(trace)
     if not len(trace):
         raise BadInput(f"{trace.name} has no requests: give a trace with at least one")
     _check_backends(settings)
@@ -98,6 +117,15 @@ def _check_backends(settings: Settings) -> None:
             f"no attention kernel here reads {settings.geometry.dtype}: run with --dtype one of "
             f"{', '.join(RUN_DTYPES)}, or use --account"
         )
+    if not settings.specs:
+        raise BadInput("there is no backend to compare: give at least one Spec")
+    maker = "cache" if settings.run else "allocator"
+    for spec in settings.specs:
+        if not all(hasattr(spec, needed) for needed in ("text", "kind", maker)):
+            raise TypeError(
+                f"a backend is a Spec or has text, kind and {maker} as one, not {spec!r}: "
+                "kvalloc.experiments.specs.parse_spec makes one"
+            )
     memory = settings.geometry, settings.memory_bytes
     for spec in settings.specs:
         if settings.run:

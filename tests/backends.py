@@ -19,7 +19,10 @@ Make = Callable[[int], Allocator]
 
 @dataclass(frozen=True)
 class Backend:
-    """How to make an allocator of so many tokens, and the tokens that one of its pages holds."""
+    """How to make an allocator of so many tokens, and the tokens that one of its pages holds.
+
+    Full pages are what forks and equal prompts share; None: it has no pages, and shares nothing.
+    """
 
     make: Make
     page: int | None = None

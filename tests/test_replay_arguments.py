@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvalloc.experiments.compare import Settings, compare
 from kvalloc.experiments.generators import generate
 from kvalloc.experiments.readers import read_trace
 from kvalloc.experiments.replay import replay
 from kvalloc.experiments.scheduler import Scheduler
+from kvalloc.experiments.specs import parse_spec
 from kvalloc.experiments.trace import Trace
 from kvalloc.geometry import SLOTS
 from kvalloc.paged import PagedAllocator
@@ -29,6 +31,10 @@ def scheduled(
     prompt: Any = ONE, output: Any = ONE, max_new: Any = ONE, **options: Any
 ) -> Scheduler:
     return Scheduler(books(), prompt, output, max_new, **options)
+
+
+def settings(*specs: Any) -> Settings:
+    return Settings(specs, SLOTS, 80, run=False)
 
 
 def trace_of(**columns: Any) -> Trace:
@@ -57,6 +63,18 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a class": (
         lambda: replay(read_trace("article"), PagedAllocator),  # type: ignore[arg-type]
         "an allocator or a cache is needed, not <class .*PagedAllocator'>: make one",
+    ),
+    "a comparison of a name": (
+        lambda: compare("article", settings(parse_spec("paged:1", slots=True))),  # type: ignore[arg-type]
+        "a trace is needed, not 'article'",
+    ),
+    "backends by name": (
+        lambda: compare(read_trace("article"), settings("paged:16")),
+        "a backend is a Spec .*, not 'paged:16': kvalloc.experiments.specs.parse_spec makes one",
+    ),
+    "no backend": (
+        lambda: compare(read_trace("article"), settings()),
+        "there is no backend to compare: give at least one Spec",
     ),
     "no step": (
         lambda: replay(read_trace("article"), books(), step_ms=None),  # type: ignore[arg-type]
