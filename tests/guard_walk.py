@@ -46,7 +46,7 @@ def walk(layout: str, driver: Driver, launch: Launch = lambda address, num_bytes
         geometry, num_pages * PAGE, PAGE, driver=driver, guard="zero", max_rows=12, **options
     ) as cache:
         played = Walk(cache, 2, max_prompt=600 if name == "SMALL" else 90)
-        for step in range(120):
+        for step in range(160):
             played.step()
             tile = TILES[step % len(TILES)]
             seqs = sorted(played.tokens)

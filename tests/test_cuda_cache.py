@@ -42,7 +42,7 @@ def _walks(layouts: list[tuple[str, int, dict[str, Any]]]) -> None:
             driver = FailingDriver(inner)  # which never fails, but keeps a list
             with VmmKVCache(geometry, num_pages * page, page, driver=driver, **options) as cache:
                 walk = Walk(cache, 1)
-                walk.run(120)
+                walk.run(160)
                 for verb in ("admit", "grow", "fork", "offload", "restore", "release"):
                     assert walk.done[verb], verb
             verbs.append(driver.calls)
