@@ -209,6 +209,13 @@ def at_least_one(name: str, value: int) -> int:
     return least
 
 
+def flag(name: str, value: bool) -> bool:
+    """Return ``value`` as a plain bool, refusing what only counts as one (None, 0, ``"no"``)."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, not {value!r}")
+    return bool(value)
+
+
 def countable(what: str, number: int) -> int:
     """Return a number of bytes or tokens, refusing one whose sums int64 might not hold."""
     if number > MOST:

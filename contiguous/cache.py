@@ -9,7 +9,7 @@ import torch
 
 from ..contract import DenseView, KVCache, Seq
 from ..geometry import KVGeometry
-from ..sequences import Ints
+from ..sequences import Ints, flag
 from ..tensors import (
     BatchMemo,
     check_device,
@@ -95,7 +95,7 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
         dtype = torch_dtype(geometry)
         where = check_device(device)
         self.layout = default_layout(where, layout)
-        self.scrub = scrub
+        self.scrub = flag("scrub", scrub)
         self._layers = [
             (self._new_arena(i, dtype, where), self._new_arena(i, dtype, where))
             for i in range(len(geometry.layers))

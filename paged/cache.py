@@ -10,6 +10,7 @@ import torch
 from ..contract import KVCache, PagedView, Seq
 from ..geometry import KVGeometry
 from ..pages.pool import PageIds
+from ..sequences import flag
 from ..tensors import (
     BatchMemo,
     check_device,
@@ -63,7 +64,7 @@ class PagedKVCache(PagedAllocator, KVCache):
         super().__init__(geometry, memory_bytes, page_size, limit=limit)
         device = check_device(device)
         self.layout = default_layout(device, layout)
-        self.scrub = scrub
+        self.scrub = flag("scrub", scrub)
         places = [self._place_of(layer) for layer in range(len(geometry.layers))]
         self._columns_of = [column for _, column, _ in places]
         self._places = [place for _, _, place in places]

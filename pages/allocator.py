@@ -11,7 +11,7 @@ from ..geometry import KVGeometry
 from ..sequences import ONE, Rows, at_least_one, check_fits, count, named
 from .books import PageGroup
 from .moves import PageMoves
-from .pool import PagePool
+from .pool import PagePool, check_pool
 from .prefix import check_salt, has_runs, unit_keys
 
 
@@ -38,7 +38,9 @@ class PageAllocator(PageMoves):
     ) -> None:
         if (memory_bytes is None) == (pool is None):
             raise ValueError("give either memory_bytes or a pool to draw on")
-        if pool is None:
+        if pool is not None:
+            check_pool(pool, PagePool)
+        else:
             pool = PagePool(count("memory_bytes", memory_bytes or 0) // page_bytes)
         limit = None if limit is None else at_least_one("limit", limit)
         super().__init__(geometry, pool, page_bytes, groups, limit)

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ..sequences import Ints
+from ..sequences import Ints, count
 
 PageIds = NDArray[np.intp]
 """Page numbers, in the type that numpy indexes with; tables for kernels hold them as int32."""
@@ -32,6 +32,12 @@ class PoolMember(Protocol):
         ...
 
 
+def check_pool(pool: object, kind: type[PagePool]) -> None:
+    """Refuse what is no pool of that kind."""
+    if not isinstance(pool, kind):
+        raise TypeError(f"pool must be a {kind.__name__} of {kind.__module__}, not {pool!r}")
+
+
 class PagePool:
     """Page numbers ``0 … num_pages − 1``, their reference counts, and a free list.
 
@@ -50,6 +56,7 @@ class PagePool:
     """
 
     def __init__(self, num_pages: int) -> None:
+        num_pages = count("num_pages", num_pages)
         if num_pages < 1:
             raise ValueError(
                 "the memory is smaller than one page; give more memory or smaller pages"

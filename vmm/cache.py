@@ -11,7 +11,8 @@ import torch
 
 from ..contract import DenseView, KVCache, Seq
 from ..geometry import KVGeometry
-from ..sequences import Ints, Rows, at_least_one, count
+from ..pages.pool import check_pool
+from ..sequences import Ints, Rows, at_least_one, count, flag
 from ..tensors import (
     BatchMemo,
     check_layer,
@@ -91,25 +92,27 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
         ahead_tokens: int = 0,
         ahead_pages: int = 1,
     ) -> None:
-        if count("ahead_tokens", ahead_tokens) and count("ahead_pages", ahead_pages) < 1:
+        ahead_tokens = count("ahead_tokens", ahead_tokens)
+        ahead_pages = count("ahead_pages", ahead_pages)
+        if ahead_tokens and not ahead_pages:
             raise ValueError("mapping ahead needs at least one page: give ahead_pages >= 1")
+        page_bytes = at_least_one("page_bytes", page_bytes)
         check_guard(guard)
         self.mapper: Mapper | None = None
         torch_dtype(geometry)  # refuses a latent
-        self.scrub = scrub
+        self.scrub = flag("scrub", scrub)
         self._own_driver: Driver | None = None
         with ExitStack() as undo:
             if pool is None:
                 if memory_bytes is None:
                     raise ValueError("give memory_bytes, or a pool to draw on")
                 if driver is None:
-                    driver = self._own_driver = make_driver(
-                        named_device(device), at_least_one("page_bytes", page_bytes), guard
-                    )
+                    driver = self._own_driver = make_driver(named_device(device), page_bytes, guard)
                     undo.callback(driver.close)
-                pool = PhysicalPool(driver, count("memory_bytes", memory_bytes), page_bytes)
+                pool = PhysicalPool(driver, memory_bytes, page_bytes)
             elif memory_bytes is not None or driver is not None:
                 raise ValueError("a pool brings its own memory and driver: leave those out")
+            check_pool(pool, PhysicalPool)
             self.physical = pool
             super().__init__(
                 geometry,

@@ -30,6 +30,14 @@ def check_guard(guard: str) -> None:
         raise ValueError(f"guard {guard!r} is unknown: give 'fault' or 'zero'")
 
 
+def check_driver(driver: object) -> None:
+    """Refuse what has not the seven verbs, and a class in the place of a driver."""
+    if isinstance(driver, type) or not all(callable(getattr(driver, verb, None)) for verb in VERBS):
+        raise TypeError(
+            f"driver must be a Driver, such as kvalloc.vmm.host.HostDriver(), not {driver!r}"
+        )
+
+
 def check_sizes(call: str, address: int, num_bytes: int, granularity: int) -> None:
     """Raise ``ValueError`` unless a verb's address and size are multiples of the granularity."""
     if num_bytes <= 0 or num_bytes % granularity or address % granularity:

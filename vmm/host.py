@@ -14,6 +14,7 @@ import weakref
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from ..sequences import at_least_one
 from . import system
 from .addresses import AddressSpace
 from .driver import VERBS, DriverError, Guard, check_guard, check_sizes
@@ -57,7 +58,8 @@ class HostDriver:
     """
 
     def __init__(self, granularity: int = 2 << 20, guard: Guard = "fault") -> None:
-        if granularity <= 0 or granularity % system.OS_PAGE:
+        granularity = at_least_one("granularity", granularity)
+        if granularity % system.OS_PAGE:
             raise ValueError(
                 f"granularity {granularity} is not a multiple of the OS page: "
                 f"give a multiple of {system.OS_PAGE}"

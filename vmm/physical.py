@@ -6,8 +6,8 @@ import numpy as np
 
 from ..pages.pool import PageIds, PagePool
 from ..pages.table import RowPages
-from ..sequences import count
-from .driver import Driver
+from ..sequences import at_least_one, count
+from .driver import Driver, check_driver
 
 NONE = -1
 """The handle of a page that has no memory."""
@@ -37,7 +37,9 @@ class PhysicalPool(PagePool):
     """
 
     def __init__(self, driver: Driver, memory_bytes: int, page_bytes: int) -> None:
-        if page_bytes < 1 or page_bytes % driver.granularity:
+        check_driver(driver)
+        page_bytes = at_least_one("page_bytes", page_bytes)
+        if page_bytes % driver.granularity:
             raise ValueError(
                 f"pages of {page_bytes} bytes are no multiple of the driver's granularity, "
                 f"{driver.granularity}; choose a page size that is"
