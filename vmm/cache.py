@@ -47,7 +47,8 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
         Where the tensors live.
     pool
         Physical pages shared with other caches, instead of ``memory_bytes`` of its own: what
-        one cache gives back another can take. Brings its own page size and driver.
+        one cache gives back another can take, also when it closes. Brings its own page size and
+        driver.
     driver
         Where the memory comes from. None makes one for the device, which closes with the cache.
     guard
