@@ -10,8 +10,10 @@ from ..contiguous import ContiguousKVCache
 from ..contract import DenseView, PagedView
 from ..geometry import KVGeometry
 from ..pages.exchange import exchange
+from ..sequences import at_least_one
 from ..tensors import default_layout
-from ..vmm.buffers import buffers_of
+from ..vmm.buffers import LAYOUTS, buffers_of
+from .refusals import or_none
 from .rewindable import Rewindable, RewindablePaged, RewindableVmm
 from .rows import Rows
 
@@ -107,7 +109,9 @@ class VmmRows(PageRows, DenseRows):
         layout: str | None,
     ) -> None:
         super().__init__(windows, max_length, memory_bytes)
-        self.page_bytes = page_bytes
+        self.page_bytes = or_none("page_bytes", page_bytes)
+        if layout is not None and layout not in LAYOUTS:
+            raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
         self.layout = layout
 
     def _build(self, num_rows: int, k: torch.Tensor) -> RewindableVmm:
@@ -180,7 +184,7 @@ class PagedRows(PageRows):
         page_size: int,
     ) -> None:
         super().__init__(windows, max_length, memory_bytes)
-        self.page_size = page_size
+        self.page_size = at_least_one("page_size", page_size)
 
     def _build(self, num_rows: int, k: torch.Tensor) -> RewindablePaged:
         geometry, size = self.geometry(k), self.page_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -9,9 +10,11 @@ import transformers.cache_utils as hf
 from transformers import PreTrainedConfig
 
 from ..contract import Usage
-from .backends import ContiguousRows, PagedRows, VmmRows
+from ..sequences import at_least_one, whole
+from .backends import ContiguousRows, PagedRows, Pair, VmmRows
 from .layers import DenseLayer, Layer
 from .paged import ATTENTION, PagedLayer
+from .refusals import row_numbers
 from .rows import Rows
 from .windows import cached_windows, layers_of
 
@@ -26,10 +29,33 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
     Shapes, dtype and device are those of the first tokens stored.
     """
 
-    def __init__(self, rows: Rows, layers: list[Any]) -> None:
-        super().__init__(layers=layers)
+    def __init__(
+        self, rows: Rows | None = None, layers: Sequence[Any] = (), **options: object
+    ) -> None:
+        if not isinstance(rows, Rows) or options:  # called like one of transformers' own caches
+            raise TypeError(
+                f"make it with {type(self).__name__}.from_config(model.config, max_length=...)"
+            )
+        super().__init__(layers=list(layers))
         self._rows = rows
         self._storing: list[Layer] = [layer for layer in layers if isinstance(layer, Layer)]
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Pair:
+        """Store new tokens of a layer; see the layers' own ``update``."""
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"layer {layer_idx} does not exist: the cache was made for a config of "
+                f"{len(self.layers)} layers"
+            )
+        stored: Pair = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return stored
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove that many of the newest tokens, given as a negative number.
@@ -47,7 +73,7 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
             was changed.
         """
         length = self._length()
-        keep = _kept(length, int(tokens_to_remove))
+        keep = _kept(length, whole("tokens_to_remove", tokens_to_remove))
         self._rows.crop(keep)
         for layer in self._storing:
             layer.length = max(0, layer.length - (length - keep))
@@ -60,7 +86,7 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row ``i`` have the tokens that row ``beam_idx[i]`` has."""
-        self._select(beam_idx.tolist())
+        self._select(row_numbers("beam_idx", beam_idx).tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row ``repeats`` times, its copies beside it.
@@ -70,6 +96,7 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
         OutOfMemory
             No room for more rows; nothing was changed.
         """
+        repeats = at_least_one("repeats", repeats)
         self._select([row for row in range(self._rows.num_rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -80,7 +107,14 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
         OutOfMemory
             They are more than there were, and there is no room; nothing was changed.
         """
-        self._select(torch.arange(self._rows.num_rows)[torch.as_tensor(indices).cpu()].tolist())
+        rows = torch.arange(self._rows.num_rows)
+        chosen = row_numbers("indices", indices, mask=True)
+        try:
+            sources = rows[chosen].tolist()
+        except IndexError:
+            told = chosen.tolist()
+            raise ValueError(f"a batch of {len(rows)} has no such rows: {told}") from None
+        self._select(sources)
 
     def usage(self) -> Usage:
         """Where the bytes are, see ``contract.Usage``; ``RuntimeError`` before the first token."""
@@ -143,12 +177,14 @@ class VmmCache(RowsCache):
             Size of a page; None: 64 KiB on the CPU (more where that could use up the mappings
             that a process may have), 2 MiB on a GPU.
         layout
-            ``"head-major"`` or ``"token-major"``; None: what reads faster on the device.
+            ``"head-major"``, ``"token-major"`` or ``"interleaved"``; None: what reads faster on
+            the device.
 
         Raises
         ------
-        ValueError
-            Layers that have no K and V of every token; the message names the remedy.
+        TypeError, ValueError
+            Sizes that are none, an unknown layout, or layers that have no K and V of every token;
+            the message names the remedy.
         """
         rows = VmmRows(cached_windows(config), max_length, memory_bytes, page_bytes, layout)
         return cls(rows, layers_of(config, lambda i, window: DenseLayer(rows, i, window)))

@@ -6,6 +6,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from .backends import DenseRows, Pair
+from .refusals import check_states
 from .rows import Rows
 
 
@@ -145,6 +146,7 @@ class DenseLayer(Layer):
         TypeError, ValueError
             A dtype, shape or device that does not fit what is stored.
         """
+        check_states(key_states, value_states)
         rows, begin = self._rows, self.length
         num_rows, heads, num_tokens, dim = key_states.shape
         end = begin + num_tokens

@@ -16,6 +16,7 @@ from ..contract import PagedView
 from ..kernels.attention import attend
 from .backends import PagedRows, Pair, gather
 from .layers import Layer
+from .refusals import check_states
 
 ATTENTION = "kvalloc_paged"
 """Name of the attention implementation: ``model.set_attn_implementation("kvalloc_paged")``."""
@@ -76,6 +77,7 @@ class PagedLayer(Layer):
             A dtype, shape or device that does not fit what is stored, or a layer that was
             skipped in an earlier forward.
         """
+        check_states(key_states, value_states)
         rows, begin = self._rows, self.length
         end = begin + key_states.shape[2]
         if not rows.num_rows:

@@ -9,6 +9,7 @@ import torch
 
 from ..contract import OutOfMemory
 from ..kernels.attention import DTYPES
+from ..sequences import at_least_one
 
 
 @contextmanager
@@ -22,6 +23,32 @@ def advice() -> Iterator[None]:
             "batch needs."
         )
         raise
+
+
+def or_none(name: str, value: int | None) -> int | None:
+    """A size that may be left out: told at once, not when the first tokens come."""
+    return None if value is None else at_least_one(name, value)
+
+
+def row_numbers(name: str, given: object, *, mask: bool = False) -> torch.Tensor:
+    """Rows of a batch on the CPU, refusing what is no list of whole numbers (or a mask)."""
+    try:
+        rows = torch.as_tensor(given).cpu()
+    except (TypeError, ValueError, RuntimeError):
+        rows = torch.zeros(1)  # of a dtype that is refused
+    whole = not rows.is_floating_point() and not rows.is_complex()
+    if rows.ndim != 1 or (rows.numel() and not (whole and (mask or rows.dtype != torch.bool))):
+        kinds = "row numbers or a mask" if mask else "row numbers"
+        raise TypeError(f"{name} must be a list or a tensor of {kinds}, not {given!r}")
+    return rows if rows.numel() else rows.long()
+
+
+def check_states(k: object, v: object) -> None:
+    """Refuse what are not the tensors that a layer of transformers makes."""
+    for name, states in (("key_states", k), ("value_states", v)):
+        if not isinstance(states, torch.Tensor) or states.ndim != 4:
+            told = list(states.shape) if isinstance(states, torch.Tensor) else states
+            raise TypeError(f"{name} must be a tensor [rows, KV heads, tokens, D], not {told}")
 
 
 def check(k: torch.Tensor, v: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from ..contract import KVCache, NeverFits, OutOfMemory
 from ..geometry import KVGeometry, LayerShape, canonical_dtype
 from ..sequences import at_least_one
-from .refusals import advice, check
+from .refusals import advice, check, or_none
 
 
 class Rows(ABC):
@@ -46,7 +46,7 @@ class Rows(ABC):
     ) -> None:
         self.windows = tuple(windows)
         self.max_length = at_least_one("max_length", max_length)
-        self.memory_bytes = memory_bytes
+        self.memory_bytes = or_none("memory_bytes", memory_bytes)
         self.num_rows = self.room = self.epoch = 0
         self.shape = (0, 0, 0)
         self.dtype: torch.dtype | None = None

@@ -228,3 +228,67 @@ def test_early_initialization() -> None:
     ours.early_initialization(2, HEADS, DIM, torch.float32, torch.device("cpu"))
     assert ours.is_initialized and ours.batch_size == 2 and not ours.is_compileable
     require_same(ours, DynamicCache(config=CONFIG), tokens(2, 5))
+
+
+@pytest.mark.parametrize("kind", [VmmCache, ContiguousCache, PagedCache])
+def test_made_like_a_cache_of_transformers(kind: Any) -> None:
+    told = rf"make it with {kind.__name__}\.from_config\(model\.config, max_length="
+    makers: list[Callable[[], object]] = [
+        lambda: kind(),
+        lambda: kind(CONFIG),
+        lambda: kind(config=CONFIG, max_cache_len=64),
+    ]
+    for make in makers:
+        with pytest.raises(TypeError, match=told):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "told"),
+    [
+        (VmmCache, {"page_bytes": 0}, "page_bytes must be at least 1, not 0"),
+        (VmmCache, {"page_bytes": "64KiB"}, "page_bytes must be an integer"),
+        (VmmCache, {"layout": "nope"}, "unknown layout 'nope'; choose one of .*interleaved"),
+        (VmmCache, {"memory_bytes": 0}, "memory_bytes must be at least 1"),
+        (ContiguousCache, {"memory_bytes": 1.5}, "memory_bytes must be an integer, not 1.5"),
+        (PagedCache, {"page_size": 0}, "page_size must be at least 1"),
+        (PagedCache, {"page_size": None}, "page_size must be an integer"),
+    ],
+)
+def test_sizes_are_checked_before_the_first_token(
+    kind: Any, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=told):
+        kind.from_config(CONFIG, max_length=8, **options)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_wrong_rows_and_counts(cache: str) -> None:
+    ours = CACHES[cache](CONFIG)
+    for repeats in ("2", -1, 0, 1.5):
+        with pytest.raises((TypeError, ValueError), match="repeats must"):
+            ours.batch_repeat_interleave(repeats)
+    update(ours, tokens(2, 5))
+    for wrong in (torch.tensor([0.0, 1.0]), "01", None, torch.tensor([True, False]), 1):
+        with pytest.raises(TypeError, match="beam_idx must be a list or a tensor of row numbers"):
+            ours.reorder_cache(wrong)
+    for wrong in (torch.tensor([0.5]), "01", None):
+        with pytest.raises(TypeError, match=r"indices must be .* row numbers or a mask"):
+            ours.batch_select_indices(wrong)
+    for rows in ([2], [True]):
+        with pytest.raises(ValueError, match="a batch of 2 has no such rows"):
+            ours.batch_select_indices(rows)
+    for tokens_to_remove in ("x", 1.5, None):
+        with pytest.raises(TypeError, match="tokens_to_remove must be an integer"):
+            ours.crop(tokens_to_remove)
+    k, v = tokens(2, 1)
+    for pair, name in (((k[0], v[0]), "key"), ((None, v), "key"), ((k, None), "value")):
+        with pytest.raises(TypeError, match=rf"{name}_states must be a tensor \[rows, KV heads"):
+            ours.update(*pair, 0)
+    for layer in (9, -1):
+        with pytest.raises(ValueError, match=f"layer {layer} does not exist"):
+            ours.update(k, v, layer)
+    assert ours.get_seq_length() == 5
+    ours.reorder_cache([1, 0])
+    ours.batch_select_indices([True, False])
+    assert ours.batch_size == 1
