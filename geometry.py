@@ -221,14 +221,15 @@ def check_geometry(geometry: object) -> None:
 
 
 def _shapes(layers: object) -> tuple[LayerShape, ...]:
-    shapes = tuple(layers) if isinstance(layers, Iterable) else (layers,)
-    for shape in shapes:
+    shapes: list[LayerShape] = []
+    for shape in layers if isinstance(layers, Iterable) else (layers,):
         if not isinstance(shape, LayerShape):
             raise TypeError(
                 f"layers must be a tuple of LayerShape, one a layer, not of {shape!r}: "
                 "KVGeometry.uniform makes layers that are all alike"
             )
-    return shapes
+        shapes.append(shape)
+    return tuple(shapes)
 
 
 def _require_positive(field: str, value: object) -> None:
