@@ -21,7 +21,7 @@ from .errors import BadInput
 from .output import parse_bytes
 from .readers import read_trace
 from .specs import chosen_model, parse_specs, token_geometry
-from .trace import Trace
+from .trace import MISSING, Trace
 
 
 def register(app: typer.Typer) -> None:
@@ -151,7 +151,10 @@ def _requests(
     trace = read_trace(name, rate=rate, seed=seed)
     if limit is not None:
         trace = trace.head(limit)
-    return trace.with_max_new(max_new, limit=geometry.max_context)
+    filled = trace.with_max_new(max_new, limit=geometry.max_context)
+    if max_new is not None and not (trace.max_new == MISSING).any():
+        _notify(f"max_new is given in every request of {trace.name}: --max-new changes none")
+    return filled
 
 
 def _with_progress(trace: Trace, settings: Settings, *, quiet: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -212,3 +213,10 @@ def test_no_replay_pays_for_the_compiling_of_a_kernel(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert done.returncode == 0
+
+
+def test_an_option_that_changes_nothing_is_told(tmp_path: Path) -> None:
+    options = f"hole {ACCOUNT} -b paged:4 --max-new 3 --json -".split()
+    code, out, err = kvalloc("compare", *options, folder=tmp_path)
+    assert code == 0 and json.loads(out)["backends"][0]["completed"] == 5
+    assert "max_new is given in every request of hole: --max-new changes none" in err
