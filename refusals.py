@@ -5,10 +5,10 @@ from __future__ import annotations
 BLOCKED = {
     "reservation": "its reservation is used up: admit it with a larger max_new (pow2 and oracle: "
     "expected_new)",
-    "neighbour": "the slots behind it are not free: offload it and restore it with headroom=1, "
-    "which places it anew",
-    "end": "the arena ends behind it: offload it and restore it with headroom=1, which places it "
-    "anew",
+    "neighbour": "the slots beside it are not free to join: offload it and restore it with the "
+    "tokens that it is to grow by as headroom, which places it anew",
+    "end": "the arena ends behind it: offload it and restore it with the tokens that it is to grow "
+    "by as headroom, which places it anew",
 }
 """Why a sequence cannot grow where it is, and what helps it."""
 
@@ -26,7 +26,7 @@ class OutOfMemory(Exception):
     reason : str | None
         Why the sequence cannot grow where it is, which is the only place where it grows
         (contiguous): ``"reservation"`` (used up), ``"neighbour"`` (occupied) or ``"end"`` (of the
-        arena). None: there is no room for now.
+        arena), keys of ``BLOCKED``. None: there is no room for now.
     blocked : bool
         There is a ``reason``, so that waiting for room does not help this sequence.
     """
@@ -44,6 +44,7 @@ class OutOfMemory(Exception):
         self.free = free
         self.largest_free = largest_free
         self.unit = unit
+        assert reason is None or reason in BLOCKED, reason
         self.reason = reason
         self.blocked = reason is not None
 

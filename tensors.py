@@ -144,7 +144,9 @@ def check_lens(
     if wrong.any():
         i = int(np.argmax(wrong))
         why = f"it has {lengths[i]}; make room with grow first"
-        if 0 <= counts[i] <= lengths[i]:
+        if counts[i] < 0:
+            why = "lens counts tokens"
+        elif counts[i] <= lengths[i]:
             why = f"the first {floor[i]} of its {lengths[i]} " + (
                 "fell out of a sliding window; write before the next grow"
                 if floor[i] > sealed[i]

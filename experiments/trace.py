@@ -39,6 +39,8 @@ def whole_numbers(name: str, values: npt.ArrayLike) -> Ints:
         raise ValueError(f"{name} must be whole numbers that int64 holds, not {given.dtype}")
     if given.dtype.kind == "f" and (wrong := given[given != np.trunc(given)]).size:
         raise ValueError(f"{name} must be whole numbers, not {wrong[0]}: round them")
+    if (wrong := given[~((given >= -(2.0**63)) & (given < 2.0**63))]).size:
+        raise ValueError(f"{name} must be whole numbers that int64 holds, not {wrong[0]}")
     return given.astype(np.int64)
 
 

@@ -180,9 +180,13 @@ def _check_queries(
 
 
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, str) or not hasattr(value, "__float__"):
+    try:
+        number = float(value) if hasattr(value, "__float__") else None
+    except (ValueError, RuntimeError, OverflowError):
+        number = None  # a tensor of several, say
+    if number is None or isinstance(value, bool):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not math.isfinite(number := float(value)):
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, not {value}")
     return number
 

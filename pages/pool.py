@@ -77,11 +77,13 @@ class PagePool:
 
     def join(self, member: PoolMember) -> None:
         """Enter an allocator that draws on this pool."""
-        self._members = [weakref.ref(each) for each in (*self.members(), member)]
+        with self.lock:  # caches are made and closed in several threads
+            self._members = [weakref.ref(each) for each in (*self.members(), member)]
 
     def leave(self, member: PoolMember) -> None:
         """Remove an allocator that has nothing of this pool any more. Twice is harmless."""
-        self._members = [weakref.ref(each) for each in self.members() if each is not member]
+        with self.lock:
+            self._members = [weakref.ref(each) for each in self.members() if each is not member]
 
     def members(self) -> list[PoolMember]:
         """The allocators that draw on this pool, in the order in which they joined."""

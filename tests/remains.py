@@ -6,7 +6,6 @@ import numpy as np
 
 from kvalloc.paged import PagedKVCache
 from kvalloc.vmm import VmmKVCache
-from kvalloc.vmm.physical import NONE
 
 
 def check_no_remains(cache: PagedKVCache | VmmKVCache) -> None:
@@ -19,8 +18,7 @@ def check_no_remains(cache: PagedKVCache | VmmKVCache) -> None:
 
 def _check_mapped(cache: VmmKVCache) -> None:
     pool = cache.physical
-    for page in pool.free_pages().tolist():
-        assert pool.unclean[page] or pool._handles[page] == NONE, "a free page would not be zeroed"
+    assert pool.unclean[pool.free_pages()].all(), "a free page would not be zeroed"
     for row in range(len(cache._length)):
         for g, group in enumerate(cache.groups):
             end = int(cache._ready[g][row])

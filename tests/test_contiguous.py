@@ -105,7 +105,7 @@ def test_exact_growth_needs_its_own_neighbour() -> None:
         "b": "neighbour",
         "c": "end",
     }
-    assert "the slots behind it are not free: offload it" in str(refused["a"])
+    assert "the slots beside it are not free to join: offload it" in str(refused["a"])
     assert "the arena ends behind it: offload it" in str(refused["c"])
     allocator.release("b")
     assert allocator.grow(["a"], 8) == {}
@@ -121,13 +121,13 @@ def test_the_remedy_that_a_blocked_growth_names(reason: str, placement: str) -> 
     seq, *gone = list("acd" if reason == "neighbour" else "dab")
     for name in gone:
         allocator.release(name)
-    refusal = allocator.grow([seq])[seq]
+    refusal = allocator.grow([seq], 3)[seq]
     told = str(refusal)
-    assert refusal.blocked and refusal.reason == reason and "restore it with headroom=1" in told
+    assert refusal.blocked and refusal.reason == reason and "to grow by as headroom" in told
     again = pickle.loads(pickle.dumps(refusal))
     assert (again.blocked, again.reason, str(again)) == (True, reason, told)
     allocator.offload(seq)
-    allocator.restore(seq, headroom=1)
+    allocator.restore(seq, headroom=3)
     assert not allocator.grow([seq])
     allocator.check_invariants()
 

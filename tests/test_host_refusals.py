@@ -232,10 +232,15 @@ def test_a_refused_system_call_of_any_verb_leaves_no_trace(
     assert num_refused > 0
 
 
-@pytest.mark.parametrize("play", [closing_fails_at, making_fails_at])
-@pytest.mark.parametrize("call", ["mmap", "munmap", "mprotect", "madvise", "fallocate"])
+@pytest.mark.parametrize(
+    ("play", "call"),
+    [
+        *((making_fails_at, call) for call in ("mmap", "mprotect", "madvise")),
+        *((closing_fails_at, call) for call in ("mmap", "munmap", "fallocate")),
+    ],
+)
 def test_a_refused_system_call_while_making_or_closing_leaves_nothing(
-    call: str, play: Callable[..., tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
+    play: Callable[..., tuple[bool, bool]], call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n, failed = 0, True
     while failed:
@@ -246,6 +251,7 @@ def test_a_refused_system_call_while_making_or_closing_leaves_nothing(
             assert not faults.driver._space._ranges
             assert faults.num_mapped() == faults.bytes_in_use() == faults.driver.num_views == 0
             faults.driver.close()
+    assert n > 1, "nothing was refused"
 
 
 def is_inside(address: int, line: str) -> bool:

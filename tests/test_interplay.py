@@ -1,4 +1,4 @@
-"""Books where driver, windows, sharing and threads meet: faults that readers found, one by one."""
+"""Books where driver, windows, sharing and threads meet."""
 
 from __future__ import annotations
 

@@ -48,6 +48,14 @@ def trace_of(**columns: Any) -> Trace:
 
 
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "endless columns": (
+        lambda: scheduled([float("inf"), 3], [1, 2], [1, 2]),
+        "prompt must be whole numbers that int64 holds, not inf",
+    ),
+    "columns of large unsigned numbers": (
+        lambda: scheduled(np.array([2**63, 3], np.uint64), [1, 2], [1, 2]),
+        "prompt must be whole numbers that int64 holds, not 9223372036854775808",
+    ),
     "a trace by name": (
         lambda: replay("article", books()),  # type: ignore[arg-type]
         "a trace is needed, not 'article': kvalloc.experiments.readers.read_trace reads one",

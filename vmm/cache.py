@@ -235,8 +235,7 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
         self._targets.clear()
         self._views.clear()
         self._space.close()
-        with self.pool.lock:  # the others on the pool go on, and ask their mates for pages
-            self.pool.leave(self)
+        self.pool.leave(self)  # the others go on, and ask their mates for pages
         if self._own_driver is not None:
             self._own_driver.close()
         seal(self)

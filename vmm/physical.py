@@ -61,9 +61,10 @@ class PhysicalPool(PagePool):
 
         Those without memory too: drivers do not promise zeros.
         """
-        if not self.scrubs:
-            self.scrubs = True
-            self.unclean[self.free_pages()] = True
+        with self.lock:  # a page that another thread takes meanwhile is somebody's tokens
+            if not self.scrubs:
+                self.scrubs = True
+                self.unclean[self.free_pages()] = True
 
     def put(self, pages: PageIds) -> None:
         """Return pages without references to the free list."""
