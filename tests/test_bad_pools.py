@@ -51,6 +51,7 @@ def test_numbers_of_numpy_become_plain_ones(
     for cache in caches:
         cache.admit("a", few, max_new=0)
         json.dumps([cache.usage(), cache.spans("a"), cache.capacity, cache.limit])
+        assert {type(number) for number in (*cache.usage(), cache.capacity)} == {int}
         if isinstance(cache, KVCache):
             cache.close()
     own.close()

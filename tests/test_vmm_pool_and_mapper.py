@@ -300,3 +300,18 @@ def test_scrubbed_pages_hold_no_secret(driver: HostDriver) -> None:
             start = int(view.starts[0])
             assert bool((view.k[start : start + PAGE_TOKENS * 2] == 1234.5).any()) == seen
             del view
+
+
+@pytest.mark.parametrize("change", ["begin_to_scrub", "join", "leave"])
+def test_what_changes_a_pool_waits_for_its_lock(driver: HostDriver, change: str) -> None:
+    """Pages are taken, and caches made and closed, in other threads meanwhile."""
+    pool = PhysicalPool(driver, 8 * PAGE, PAGE)
+    with VmmKVCache(TINY, pool=pool) as cache:
+        arguments = () if change == "begin_to_scrub" else (cache,)
+        other = threading.Thread(target=getattr(pool, change), args=arguments)
+        with pool.lock:
+            other.start()
+            other.join(0.2)
+            assert other.is_alive(), "it did not wait"
+        other.join(60)
+        assert not other.is_alive()
