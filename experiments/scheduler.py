@@ -8,7 +8,8 @@ one grows.
 The whole batch grows in one call that stops at the first refusal. That is exactly the
 sequential definition: what is released in between can only help those behind it, so sequences
 that were served are served alike, and before the refused one is judged everything that
-finished before it is released.
+finished before it is released. Where prefixes are cached, what is released may also save one
+from eviction: there a batch ends behind whoever finishes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from ..contract import Allocator, NeverFits, OutOfMemory, Prefix
 from ..sequences import Ints, at_least_one
+from .errors import BadInput
 from .scheduling import Counts, Endings, OnFailure, OnFull, Placed, Prefill, check_start
 from .trace import whole_numbers
 
@@ -149,7 +151,7 @@ class Scheduler:
             self._lose(request)
             return True
         except OutOfMemory as refusal:
-            return self._refuse(request, refusal)
+            return self._refuse(request, refusal, bool(self.active or joined))
         self._book_admission(request, tokens, cached)
         joined.append(request)
         if self._prefill is not None and cached < tokens:
@@ -177,13 +179,18 @@ class Scheduler:
             self.counts.allocations += 1
             self.allocator.release(request)
 
-    def _refuse(self, request: int, refusal: OutOfMemory) -> bool:
+    def _refuse(self, request: int, refusal: OutOfMemory, may_free: bool) -> bool:
         if request not in self._refused:
             self.counts.fragmentation_failures += refusal.fragmented
             self.refusals.append((request, refusal))
         if self._on_full == "reject" and request not in self._produced:
             self.counts.rejected += 1
             return True
+        if not may_free:
+            raise BadInput(
+                f"nothing runs, and request {request} does not fit ({refusal}): the system has "
+                "less memory than the cache may take; give the cache less, or free some"
+            ) from refusal
         self._refused.add(request)
         self._stuck_at = self.allocator.usage().free if self._windowed else 0
         return False
@@ -197,9 +204,8 @@ class Scheduler:
         done = 0  # sequences before this one have grown
         while done < len(self.active):
             self.counts.allocations += 1
-            batch = self.active[done:] if done else self.active
-            refused = self.allocator.grow(batch, stop_at_refusal=True)
-            end = len(self.active)
+            end = self._batch_end(done)
+            refused = self.allocator.grow(self.active[done:end], stop_at_refusal=True)
             if refused:
                 first: Any = next(iter(refused))
                 end = self.active.index(first, done)
@@ -208,6 +214,15 @@ class Scheduler:
             done = end - num_retired
             if refused and not num_retired:
                 done = self._fail(done, next(iter(refused.values())))
+
+    def _batch_end(self, done: int) -> int:
+        """Where the batch ends that begins at ``done``: with the active sequences.
+
+        Or behind the first that finishes, where pages of its may save a prefix from eviction.
+        """
+        ending = self._endings.due() if self._prefix is not None else ()
+        places = [i for i in map(self.active.index, ending) if i >= done]
+        return min(places, default=len(self.active) - 1) + 1
 
     def _retire(self, end: int) -> int:
         """Release those of the first ``end`` that have produced everything; returns how many."""

@@ -40,6 +40,11 @@ class PageAllocator(PageMoves):
             raise ValueError("give either memory_bytes or a pool to draw on")
         if pool is not None:
             check_pool(pool, PagePool)
+            if pool.is_physical and not self.attaches:
+                raise TypeError(
+                    f"the pages of a {type(pool).__name__} are for caches, which map them: give "
+                    "books alone a PagePool"
+                )
         else:
             pool = PagePool(count("memory_bytes", memory_bytes or 0) // page_bytes)
         limit = None if limit is None else at_least_one("limit", limit)

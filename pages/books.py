@@ -130,10 +130,13 @@ class PageBooks(Allocator):
         return num
 
     def _require_free(self, num_pages: int) -> None:
+        """Refuse what free and spare pages cannot serve, or the system: before any change."""
         if num_pages > self.pool.num_free:
             free = self.pool.num_free + self.pool.num_spare
             if num_pages > free:
                 raise OutOfMemory(num_pages, free, free, unit="pages")
+        if self.attaches:
+            self.pool.secure(num_pages)
 
     def _row_pages(self, row: int, g: int) -> PageIds:
         """Pages that a row holds in a group, column by column, in token order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..contract import OutOfMemory
 from ..sequences import ONE, Rows
 from .leaving import PageLeaving
 from .pool import PageIds
@@ -132,16 +133,16 @@ class PagePlacing(PageLeaving):
         try:
             for g, (begin, end) in enumerate(zip(begins, ends, strict=True)):
                 if end > begin:
-                    added.append((g, begin, end, self._add(row, g, begin, end)))
+                    pages = self._take((end - begin) * self.groups[g].columns)
+                    added.append((g, begin, end, self._add(row, g, begin, end, pages)))
         except BaseException:
             for g, begin, end, pages in reversed(added):
                 self._detach(row, g, begin, end)
                 self._put_back(pages)
             raise
 
-    def _add(self, row: int, g: int, begin: int, end: int) -> PageIds:
-        """Take pages for one group and attach them, or leave them in the pool."""
-        pages = self._take((end - begin) * self.groups[g].columns)
+    def _add(self, row: int, g: int, begin: int, end: int, pages: PageIds) -> PageIds:
+        """Attach pages just taken for one group, or return them to the pool."""
         try:
             self._table.fill(row, self._columns[g], begin, end, pages)
             self._attach(row, g, begin, end)
@@ -151,10 +152,18 @@ class PagePlacing(PageLeaving):
         return pages
 
     def _take(self, num_pages: int) -> PageIds:
-        """Pages from the pool, after taking back spare ones if it is dry."""
-        if num_pages > self.pool.num_free:
-            self.pool.reclaim(num_pages - self.pool.num_free, self)
-        return self.pool.take(num_pages)
+        """Pages from the pool, after taking back spare ones if it is dry, or the system is."""
+        pool = self.pool
+        if num_pages > pool.num_free:
+            pool.reclaim(num_pages - pool.num_free, self)
+        try:
+            return pool.take(num_pages)
+        except OutOfMemory:  # spare pages have memory, and what came free last is taken first
+            num_lacking = pool.num_lacking(num_pages)
+            if num_lacking > pool.num_spare:
+                raise
+            pool.reclaim(num_lacking, self)
+            return pool.take(num_pages)
 
     def _put_back(self, pages: PageIds) -> None:
         dead = self.pool.drop(pages)

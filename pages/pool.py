@@ -51,9 +51,13 @@ class PagePool:
     ----------
     num_free : int
         Pages in the free list.
+    is_physical : bool
+        The pages take memory, which a system may refuse: for caches, not for books alone.
     lock : threading.RLock
         Taken by caches that change the books from two threads.
     """
+
+    is_physical = False
 
     def __init__(self, num_pages: int) -> None:
         num_pages = count("num_pages", num_pages)
@@ -102,13 +106,23 @@ class PagePool:
 
     def take(self, num_pages: int) -> PageIds:
         """Take free pages, each with one reference."""
-        if not 0 <= num_pages <= self.num_free:
-            raise ValueError(f"{num_pages} pages asked for, {self.num_free} are free")
-        bottom = self.num_free - num_pages
-        pages = self._free[bottom : self.num_free][::-1].copy()
-        self.num_free = bottom
+        pages = self._next(num_pages)
+        self.num_free -= num_pages
         self._refs[pages] = self._ones[:num_pages]
         return pages
+
+    def secure(self, num_pages: int) -> None:
+        """See that so many pages, free or spare, have memory: nothing to do for numbers."""
+
+    def num_lacking(self, num_pages: int) -> int:
+        """Of the pages that are taken next, those without memory: none, where pages are numbers."""
+        return 0
+
+    def _next(self, num_pages: int) -> PageIds:
+        """The free pages that are taken next."""
+        if not 0 <= num_pages <= self.num_free:
+            raise ValueError(f"{num_pages} pages asked for, {self.num_free} are free")
+        return self._free[self.num_free - num_pages : self.num_free][::-1].copy()
 
     def reclaim(self, num_pages: int, asker: PoolMember) -> None:
         """Make that many more pages free out of spare ones: the asker's own first."""

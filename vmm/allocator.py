@@ -163,7 +163,7 @@ class VmmAllocator(PageAllocator):
         num = (end - begin) * self.groups[g].columns
         if num <= 0 or num > self.pool.num_free:
             return 0
-        self.pool.rest(self._add(row, g, begin, end))
+        self.pool.rest(self._add(row, g, begin, end, self.pool.take(num)))
         self._ready[g][row] = end
         self._num_warm += num
         return num

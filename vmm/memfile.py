@@ -134,8 +134,10 @@ class MemFile:
             self._credit_until = now + CREDIT_SECONDS
 
     def _refusal(self, num_bytes: int, available: int) -> OutOfMemory:
+        needed = num_bytes // self._granularity
         free = max(0, available - MARGIN_BYTES) // self._granularity
-        return OutOfMemory(num_bytes // self._granularity, free, free, unit="pages")
+        free = min(free, needed - 1)  # the system may count what it does not give
+        return OutOfMemory(needed, free, free, unit="pages")
 
     def _cut(self, num_bytes: int) -> int:
         starts, stops = self._starts, self._stops

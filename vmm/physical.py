@@ -14,10 +14,11 @@ NONE = -1
 
 
 class PhysicalPool(PagePool):
-    """A page pool whose pages are real: a handle is created when a page is first mapped.
+    """A page pool whose pages are real: a handle is created when a page is first taken.
 
-    Handles stay when pages become free, since creating is the dearest call; ``trim`` returns
-    the memory of free pages to the system. Several caches may draw on one pool.
+    Handles stay when pages become free, since creating is the dearest call; ``provide`` creates
+    them before they are needed, ``trim`` returns the memory of free pages to the system. Several
+    caches may draw on one pool.
 
     Parameters
     ----------
@@ -35,6 +36,8 @@ class PhysicalPool(PagePool):
     unclean : bool array
         Per page, if so: it is to be overwritten with zeros when it is next put in place.
     """
+
+    is_physical = True
 
     def __init__(self, driver: Driver, memory_bytes: int, page_bytes: int) -> None:
         check_driver(driver)
@@ -72,15 +75,71 @@ class PhysicalPool(PagePool):
         if self.scrubs:  # mapped nowhere: they are zeroed where they are seen next
             self.unclean[pages] = True
 
-    def handles(self, pages: RowPages) -> list[list[int]]:
-        """Handles ``[column, n]``, created where missing; ``OutOfMemory`` if there is no more."""
-        return [[self._handle(page) for page in column] for column in pages.tolist()]
+    def take(self, num_pages: int) -> PageIds:
+        """Take free pages, each with memory and one reference.
 
-    def _handle(self, page: int) -> int:
-        handle = self._handles[page]
-        if handle == NONE:
-            handle = self._handles[page] = self.driver.create(self.page_bytes)
-        return handle
+        Raises
+        ------
+        OutOfMemory
+            The system has less memory than the pool has pages; nothing was taken.
+        """
+        self._create(num_pages)
+        return super().take(num_pages)
+
+    def provide(self, num_pages: int | None = None) -> int:
+        """Create the memory of free pages ahead of need, so that admissions do not wait for it.
+
+        Parameters
+        ----------
+        num_pages
+            How many of the free pages, those that are taken next; None: all of them.
+
+        Returns
+        -------
+        int
+            Pages that had no memory before.
+
+        Raises
+        ------
+        OutOfMemory
+            The system has no more; what was created until then stays (``trim`` returns it).
+        ValueError
+            More pages than are free.
+        """
+        with self.lock:
+            return self._create(
+                self.num_free if num_pages is None else count("num_pages", num_pages)
+            )
+
+    def secure(self, num_pages: int) -> None:
+        """See that so many pages, free or spare, have memory.
+
+        Spare ones have; free ones that have are those that are taken next.
+
+        Raises
+        ------
+        OutOfMemory
+            The system has less memory than the pool has pages.
+        """
+        self._create(min(max(num_pages - self.num_spare, 0), self.num_free))
+
+    def num_lacking(self, num_pages: int) -> int:
+        """Of the pages that are taken next, those without memory."""
+        return len(self._lacking(num_pages))
+
+    def _lacking(self, num_pages: int) -> list[int]:
+        return [page for page in self._next(num_pages).tolist() if self._handles[page] == NONE]
+
+    def _create(self, num_pages: int) -> int:
+        """Handles for the pages that are taken next; returns how many were missing."""
+        lacking = self._lacking(num_pages)
+        for page in lacking:
+            self._handles[page] = self.driver.create(self.page_bytes)
+        return len(lacking)
+
+    def handles(self, pages: RowPages) -> list[list[int]]:
+        """Handles ``[column, n]`` of pages that were taken."""
+        return [[self._handles[page] for page in column] for column in pages.tolist()]
 
     def trim(self) -> int:
         """Release the handles of free pages; returns how many."""

@@ -180,7 +180,7 @@ class RowSpace:
     def _runs(
         self, row: int, g: int, begin: int, pages: RowPages
     ) -> list[tuple[Reservation, int, list[int]]]:
-        """Per column of a group: where the pages go, and their handles (created if missing)."""
+        """Per column of a group: where the pages go, and their handles."""
         handles, at = self._pool.handles(pages), begin * self._pool.page_bytes
         return [
             (reservation, row * row_bytes + offset + at, of_column)
