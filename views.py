@@ -31,6 +31,9 @@ class DenseView:
         ``starts`` is advanced and ``lengths`` shortened.
     window : int | None
         The layer's sliding window, which ``attend`` holds to; None: none.
+    longest : int | None
+        The largest of ``lengths``, so that a kernel on a GPU need not wait to learn it; None:
+        it has to look.
     """
 
     k: torch.Tensor
@@ -38,6 +41,7 @@ class DenseView:
     starts: torch.Tensor
     lengths: torch.Tensor
     window: int | None = None
+    longest: int | None = None
 
     def __repr__(self) -> str:
         return _shown(self)

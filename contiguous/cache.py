@@ -103,7 +103,7 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
         # As tensors spell it: with an index, where the kind of device has one.
         self.device = self._layers[0][0].device
         self._destination: BatchMemo[Destination] = BatchMemo()
-        self._place: BatchMemo[tuple[torch.Tensor, torch.Tensor]] = BatchMemo()
+        self._place: BatchMemo[tuple[torch.Tensor, torch.Tensor, int]] = BatchMemo()
 
     def _new_arena(self, layer: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """One ``[T, H_kv, D]`` tensor in the cache's layout, uninitialised unless scrubbed."""
@@ -155,13 +155,16 @@ class ContiguousKVCache(ContiguousAllocator, KVCache):
         intervals cannot let go of the tokens that fell out of the window.
         """
         k, v = self._layers[check_layer(self.geometry, layer)]
-        starts, lengths = self._place.get(self._version, seqs, None, lambda: self._place_of(seqs))
-        return DenseView(k, v, starts, lengths, self.geometry.layers[layer].window)
+        starts, lengths, longest = self._place.get(
+            self._version, seqs, None, lambda: self._place_of(seqs)
+        )
+        return DenseView(k, v, starts, lengths, self.geometry.layers[layer].window, longest)
 
-    def _place_of(self, seqs: Sequence[Seq]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _place_of(self, seqs: Sequence[Seq]) -> tuple[torch.Tensor, torch.Tensor, int]:
         rows = self._seqs.rows(seqs)
-        lengths = on_device(self._length[rows].astype("int32"), self.device)
-        return on_device(self._start[rows], self.device), lengths
+        lengths = self._length[rows].astype("int32")
+        starts = on_device(self._start[rows], self.device)
+        return starts, on_device(lengths, self.device), int(lengths.max(initial=0))
 
     # ------------------------------------------------------------------ contents of slots
 

@@ -22,8 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="[dim]Exit codes: 0 done, 2 bad input (one sentence on standard error), "
-    "130 interrupted.[/dim]",
+    epilog="[dim]Exit codes: 0 done, 1 a check failed (gpu-check), 2 bad input (one sentence on "
+    "standard error), 130 interrupted.[/dim]",
 )
 bench = typer.Typer(
     name="bench",

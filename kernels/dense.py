@@ -86,9 +86,9 @@ def _attend_one_sequence(
 def _flash_attention(
     q: torch.Tensor, view: DenseView, q_lens: list[int], scale: float, window: int | None
 ) -> torch.Tensor:
-    """Make the arguments of ``flash``; if ``view.lengths`` is on the device, this waits for it."""
+    """Make the arguments of ``flash``; waits if the view does not know its longest."""
     _check_flash_limits(q, view)
-    longest = int(view.lengths.max())
+    longest = int(view.lengths.max()) if view.longest is None else view.longest
     starts = torch.empty(len(q_lens) + 1, dtype=torch.int32, device=q.device)
     starts[:-1] = view.starts
     starts[-1] = view.k.shape[0]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
-from kvalloc.contract import PagedView
+from kvalloc.contiguous import ContiguousKVCache
+from kvalloc.contract import DenseView, PagedView
+from kvalloc.geometry import KVGeometry, LayerShape
+from kvalloc.kernels import dense
 from kvalloc.models import geometry
 from kvalloc.paged import PagedKVCache
 from kvalloc.tests.host_children import run_well
+from kvalloc.vmm import VmmKVCache
 
 MAPPED = """
 import copy, pickle
@@ -25,7 +32,9 @@ def test_a_mapped_view_is_printed_in_shapes() -> None:
     said = run_well(MAPPED + "say(repr(view))")
     rows = said.partition("[")[2].partition(",")[0]
     kept = f"<float32 [{rows}, 2, 64] on cpu>"
-    assert said == f"DenseView(k={kept}, v={kept}, starts=[0], lengths=[3], window=None)\n"
+    assert (
+        said == f"DenseView(k={kept}, v={kept}, starts=[0], lengths=[3], window=None, longest=3)\n"
+    )
 
 
 def test_a_mapped_view_is_not_compared_token_by_token() -> None:
@@ -64,3 +73,37 @@ def test_a_view_elsewhere_shows_no_numbers() -> None:
     pages = torch.zeros(1, 1, 1, 1)
     view = PagedView(pages, pages, here[None], here, here.to("meta"))
     assert repr(view).endswith("first=[0], lengths=<int32 [1] on meta>, window=None)")
+
+
+def test_a_dense_view_knows_its_longest_sequence() -> None:
+    """Also behind a window, where the view is shorter than the sequence."""
+    windowed = KVGeometry(
+        "windowed", (LayerShape(1, 64, window=32), LayerShape(1, 64)), 1, "float32"
+    )
+    for cache in (
+        ContiguousKVCache(windowed, 8 << 20, policy="exact"),
+        VmmKVCache(windowed, 8 << 20, 4096),
+    ):
+        with cache:
+            for seq, tokens in enumerate((3, 100, 7)):
+                cache.admit(seq, tokens)
+            cache.grow([1], 100)
+            for layer in range(2):
+                for batch in ([0, 1, 2], [2, 0], []):
+                    view = cache.view(layer, batch)
+                    assert isinstance(view, DenseView)
+                    assert view.longest == max(view.lengths.tolist(), default=0)
+            del view
+
+
+def test_attention_on_a_gpu_does_not_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading ``lengths`` there would wait for everything queued, in each layer."""
+    told: list[Any] = []
+    monkeypatch.setattr(dense, "_check_flash_limits", lambda *_: None)
+    monkeypatch.setattr(dense, "flash", lambda *arguments, **_: told.append(arguments[5]))
+    kv, starts = torch.zeros(16, 1, 8), torch.zeros(1, dtype=torch.int64)
+    lengths = torch.ones(1, dtype=torch.int32)
+    for longest in (9, None):
+        view = DenseView(kv, kv, starts, lengths, longest=longest)
+        dense._flash_attention(torch.zeros(1, 1, 8), view, [1], 1.0, None)
+    assert told == [9, 1]

@@ -33,6 +33,9 @@ from .physical import PhysicalPool
 from .rows import plan_rows
 from .space import RowSpace, most_rows
 
+Spans = tuple[torch.Tensor, torch.Tensor, int]
+"""Starts int64 ``[S]``, lengths int32 ``[S]``, and the longest of them."""
+
 
 class VmmKVCache(BackedVmmAllocator, KVCache):
     """Sequences at consecutive addresses; physical pages are mapped under them as they grow.
@@ -131,7 +134,7 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
         self.device = self._space.k[0].device
         self._group_of = {layer: g for g, group in enumerate(self.groups) for layer in group.layers}
         self._targets = BatchMemo[dict[tuple[int, int], torch.Tensor]]()
-        self._views = BatchMemo[dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]]()
+        self._views = BatchMemo[dict[tuple[int, int], Spans]]()
         if ahead_tokens:
             self.mapper = Mapper(self, ahead_tokens, ahead_pages)
 
@@ -194,16 +197,17 @@ class VmmKVCache(BackedVmmAllocator, KVCache):
         if key not in spans:
             spans[key] = self._spans_of(seqs, *key)
         window = self.geometry.layers[layer].window
-        return DenseView(self._space.k[layer], self._space.v[layer], *spans[key], window)
+        starts, lengths, longest = spans[key]
+        k, v = self._space.k[layer], self._space.v[layer]
+        return DenseView(k, v, starts, lengths, window, longest)
 
-    def _spans_of(
-        self, seqs: Sequence[Seq], g: int, row_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Starts int64 ``[S]`` and lengths int32 ``[S]``, from the first token still mapped."""
+    def _spans_of(self, seqs: Sequence[Seq], g: int, row_tokens: int) -> Spans:
+        """From the first token still mapped on."""
         rows = self._seqs.rows(seqs)
         first = self._first_of(rows, g)
+        lengths = (self._length[rows] - first).astype(np.int32)
         starts = on_device(rows.astype(np.int64) * row_tokens + first, self.device)
-        return starts, on_device((self._length[rows] - first).astype(np.int32), self.device)
+        return starts, on_device(lengths, self.device), int(lengths.max(initial=0))
 
     def _kind_of(self, layer: int) -> tuple[int, int]:
         """Group and tokens per row: layers alike in both keep their tokens at equal places."""
