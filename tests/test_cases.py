@@ -13,7 +13,16 @@ import pytest
 
 from kvalloc.contract import Allocator
 from kvalloc.pages import PagePool
-from kvalloc.tests.backends import BACKENDS, Backend, every_backend, slots_of, tokens_of
+from kvalloc.pages.prefix import unit_keys
+from kvalloc.tests.backends import (
+    BACKENDS,
+    Backend,
+    every_backend,
+    page_allocator,
+    pages_of_4,
+    slots_of,
+    tokens_of,
+)
 
 
 def test_case_06_the_order_of_reuse_is_pinned() -> None:
@@ -44,6 +53,30 @@ def placed_again(allocator: Allocator) -> list[int]:
     allocator.admit("d", 12, max_new=0)
     allocator.admit("e", 4, max_new=0)
     return slots_of(allocator, "d") + slots_of(allocator, "e")
+
+
+@pytest.mark.parametrize("by_need", [False, True])
+@pages_of_4
+def test_case_06_the_order_of_eviction_is_pinned(name: str, by_need: bool) -> None:
+    """Of prompts that nobody holds the longest unused goes first, of one prompt its last unit."""
+    allocator = page_allocator(name, 32)
+    for seq in "xyz":
+        allocator.admit(seq, 8, prefix=tokens_of(seq, 8))
+    for seq in "yxz":
+        allocator.release(seq)
+    allocator.admit("late", 9, prefix=tokens_of("y", 8))  # makes y the last that was used
+    allocator.release("late")
+    allocator.admit("hog", 8)  # no page is free now
+    keys = [unit_keys(tokens_of(seq, 8), 8, 4) for seq in "xzy"]
+    hits = []
+    for _ in range(6):
+        if by_need:
+            assert not allocator.grow(["hog"], 4)
+        else:
+            allocator.give_back(1)
+        allocator.check_invariants()
+        hits.append([allocator.prefix_index.match(of_seq, 1) for of_seq in keys])
+    assert hits == [[1, 2, 2], [0, 2, 2], [0, 1, 2], [0, 0, 2], [0, 0, 1], [0, 0, 0]]
 
 
 @every_backend
