@@ -28,6 +28,14 @@ WINDOWED = KVGeometry(
     "float32",
     max_context=400,
 )
+# 384 bytes: tokens straddle pages, and 32 of them fill the three that a window leaves as one.
+WINDOWED_STRADDLING = KVGeometry(
+    "windowed straddling",
+    (LayerShape(1, 96, window=24), LayerShape(1, 96)),
+    1,
+    "float32",
+    max_context=400,
+)
 UNEQUAL = KVGeometry(
     "unequal", (LayerShape(4, 8), LayerShape(1, 16, window=40)), 4, "float32", max_context=400
 )
@@ -74,6 +82,7 @@ CACHES = {
     "vmm straddling interleaved": vmm(STRADDLING, 40, layout="interleaved"),
     "vmm windowed": vmm(WINDOWED, 60),
     "vmm windowed interleaved": vmm(WINDOWED, 60, layout="interleaved"),
+    "vmm windowed straddling": vmm(WINDOWED_STRADDLING, 120),
     "vmm unequal": vmm(UNEQUAL, 60),
     "vmm unequal head-major": vmm(UNEQUAL, 90, layout="head-major"),
     "vmm few rows": vmm(PLAIN, 60, max_rows=3),
