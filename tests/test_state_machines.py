@@ -162,9 +162,11 @@ def test_failing_drivers_fail_in_every_verb() -> None:
     assert {name.split()[0] for name in done if name.endswith("failed")} >= {"admit", "grow"}
 
 
-@pytest.mark.parametrize("name", ["paged 8", "books contiguous:max:first-fit"])
+@pytest.mark.parametrize(
+    "name", ["paged 8", "vmm", "contiguous exact windowed", "books contiguous:max:first-fit"]
+)
 def test_every_misuse_is_refused(name: str) -> None:
-    """Cases 17, 18 and 19 among them: each wrong call at least once."""
+    """Cases 14, 17, 18 and 19: each wrong call at least once; books and contents are intact."""
     with walking(name, 3) as walk:
         walk.run(60)
     with walking(name, 3) as walk:
@@ -176,6 +178,7 @@ def test_every_misuse_is_refused(name: str) -> None:
                 wrong if wrong in names else names[0]
             )
             walk.misuse()
+            walk.check()
         walk.random = random.Random(0)
         only_tensors = sum(name.startswith(("write", "view")) for name in MISUSES)
         expected = len(MISUSES) - (
