@@ -1,4 +1,7 @@
-"""A random walk beside a kernel that loads whole tiles: it must meet zeros, and nobody else."""
+"""A random walk beside kernels that are still queued: no page may go, or change, under them.
+
+With zeros behind every sequence they load whole tiles, and must meet zeros and nobody else.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from kvalloc.geometry import KVGeometry, LayerShape
 from kvalloc.tests import state_machine_backends
 from kvalloc.tests.state_machine import Walk
 from kvalloc.vmm import VmmKVCache
-from kvalloc.vmm.driver import Driver
+from kvalloc.vmm.driver import Driver, Guard
 from kvalloc.vmm.guard import GUARD_TOKENS
 
 PAGE = 4096
@@ -31,8 +34,16 @@ Launch = Callable[[int, int], None]
 """Queue a kernel that reads some addresses."""
 
 
-def walk(layout: str, driver: Driver, launch: Launch = lambda address, num_bytes: None) -> int:
+def walk(
+    layout: str,
+    driver: Driver,
+    launch: Launch = lambda address, num_bytes: None,
+    guard: Guard = "zero",
+    num_steps: int = 160,
+) -> int:
     """Play a walk; after each step every sequence is read as a tiled kernel would.
+
+    Without zeros behind it, it is read to its end alone.
 
     Returns
     -------
@@ -43,12 +54,12 @@ def walk(layout: str, driver: Driver, launch: Launch = lambda address, num_bytes
     geometry = SMALL if name == "SMALL" else getattr(state_machine_backends, name)
     num_past = 0
     with VmmKVCache(
-        geometry, num_pages * PAGE, PAGE, driver=driver, guard="zero", max_rows=12, **options
+        geometry, num_pages * PAGE, PAGE, driver=driver, guard=guard, max_rows=12, **options
     ) as cache:
         played = Walk(cache, 2, max_prompt=600 if name == "SMALL" else 90)
-        for step in range(160):
+        for step in range(num_steps):
             played.step()
-            tile = TILES[step % len(TILES)]
+            tile = TILES[step % len(TILES)] if guard == "zero" else 1
             seqs = sorted(played.tokens)
             for layer in range(len(geometry.layers)):
                 view = cache.view(layer, seqs)

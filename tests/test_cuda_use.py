@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from kvalloc.tests.conformance.conformance import run_in_subprocess
+from kvalloc.tests.guard_walk import PAGE
 
 G = 65536
 
@@ -139,6 +140,21 @@ def test_unmapping_waits_for_the_last_use() -> None:
         "cuMemUnmap: CUDA_ERROR_ILLEGAL_ADDRESS",
         "cuMemCreate: CUDA_ERROR_ILLEGAL_ADDRESS",
     ]
+
+
+def _walks_under_kernels() -> None:
+    from kvalloc.tests import guard_walk
+    from kvalloc.tests.conformance.conformance import ConformanceDriver, Library
+
+    for layout in ("straddling", "windowed"):
+        driver = ConformanceDriver()
+        guard_walk.walk(layout, driver, Library().launch, "fault", num_steps=90)
+        driver.close()
+
+
+def test_no_page_is_unmapped_under_a_kernel() -> None:
+    """Cases 10 and 34: in every verb the cache itself waits for what reads its pages."""
+    run_in_subprocess(_walks_under_kernels, granularity=PAGE, memory=1 << 20)
 
 
 def _closing_waits() -> None:
