@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvalloc.geometry import KVGeometry, LayerShape
+from kvalloc.pages.exchange import exchange
 from kvalloc.tests.state_machine import Walk
 from kvalloc.vmm import VmmKVCache
 from kvalloc.vmm.driver import Driver
@@ -55,6 +56,14 @@ class Scene:
         self.cache.truncate(seq, tokens)
         del self.walk.tokens[seq][tokens:]
 
+    def exchange(self, *sources: int) -> None:
+        """The sequence of each place, from 1 on, takes over the tokens of its source."""
+        seqs = range(1, len(sources) + 1)
+        exchange(self.cache, seqs, sources)
+        before = dict(self.walk.tokens)
+        for seq, source in zip(seqs, sources, strict=True):
+            self.walk.tokens[seq] = list(before[source])
+
     def reclaim(self) -> None:
         self.cache.reclaim()
 
@@ -90,6 +99,7 @@ SCRUB = {"scrub": True}
 GUARD = {"guard": "zero"}
 SHARED: list[Step] = [("admit", 1, 70), ("fork", 1, 2), ("grow", 1, 2)]
 WINDOW: list[Step] = [("admit", 1, 96), ("admit", 2, 64), ("grow", 1, 2)]
+BEAMS: list[Step] = [("admit", 1, 70), ("fork", 1, 2), ("admit", 3, 70), ("grow", 1, 2, 3)]
 SCENARIOS = {
     "admit": Scenario([], ("admit", 1, 70)),
     "admit where warm pages are taken back": Scenario(
@@ -142,6 +152,17 @@ SCENARIOS = {
     ),
     "truncate inside a unit beside a holder, scrubbed": Scenario(
         [("admit", 1, 13), ("fork", 1, 2)], ("truncate", 2, 9), geometry=STRADDLING, options=SCRUB
+    ),
+    "exchange": Scenario(BEAMS, ("exchange", 3, 1, 2)),
+    "exchange, one source of two": Scenario(BEAMS, ("exchange", 2, 3, 3), options=SCRUB),
+    "exchange of a prefix": Scenario(
+        [("admit", 1, 70, 7), ("admit", 2, 70)], ("exchange", 2, 1), options=SCRUB
+    ),
+    "exchange past a window": Scenario(
+        [("admit", 1, 96), ("admit", 2, 96), ("grow", 1, 2)], ("exchange", 2, 1), geometry=WINDOWED
+    ),
+    "exchange of units": Scenario(
+        [("admit", 1, 13), ("admit", 2, 13)], ("exchange", 2, 1), geometry=STRADDLING
     ),
     "reclaim": Scenario(
         [("admit", 1, 70), ("admit", 2, 90, 7), ("release", 2), ("release", 1)], ("reclaim",)
