@@ -192,8 +192,9 @@ def test_a_refused_fallocate_leaves_the_file_as_it_was(
     driver.create(G)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", refuse)
-        with pytest.raises(OutOfMemory):
+        with pytest.raises(OutOfMemory) as caught:
             driver.create(2 * G)
+    assert not caught.value.fragmented, "it is not there, whatever the system said is available"
     assert driver.bytes_in_use == file_bytes(driver) == G
     driver.create(2 * G)
     assert os.fstat(driver._file.fd).st_size == 3 * G
