@@ -154,12 +154,11 @@ SCENARIOS = {
         [("admit", 1, 13), ("fork", 1, 2)], ("truncate", 2, 9), geometry=STRADDLING, options=SCRUB
     ),
     "exchange": Scenario(BEAMS, ("exchange", 3, 1, 2)),
-    "exchange, one source of two": Scenario(BEAMS, ("exchange", 2, 3, 3), options=SCRUB),
-    "exchange of a prefix": Scenario(
-        [("admit", 1, 70, 7), ("admit", 2, 70)], ("exchange", 2, 1), options=SCRUB
-    ),
     "exchange past a window": Scenario(
-        [("admit", 1, 96), ("admit", 2, 96), ("grow", 1, 2)], ("exchange", 2, 1), geometry=WINDOWED
+        [("admit", 1, 96), ("admit", 2, 96), ("grow", 1, 2)],
+        ("exchange", 2, 1),
+        geometry=WINDOWED,
+        options=SCRUB,
     ),
     "exchange of units": Scenario(
         [("admit", 1, 13), ("admit", 2, 13)], ("exchange", 2, 1), geometry=STRADDLING
