@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 SONAME = "libcuda.so.1"
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
+"""Ends what hangs; a busy machine may take its time."""
 HERE = Path(__file__).resolve().parent
 
 
