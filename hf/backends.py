@@ -81,11 +81,17 @@ class DenseRows(Rows):
         """K and V ``[rows, H_kv, most tokens, D]`` over the rows' addresses, used or not."""
         view = self.kv.view(layer, self.seqs)
         assert isinstance(view, DenseView)
-        hidden = self.kv.length(0) - int(view.lengths[0])  # a window starts the view later
-        starts = [start - hidden for start in view.starts.tolist()]
+        starts = [  # of the rows: a window starts the view later
+            start - (self.kv.length(seq) - shown)
+            for seq, start, shown in zip(
+                self.seqs, view.starts.tolist(), view.lengths.tolist(), strict=True
+            )
+        ]
         step = starts[1] - starts[0] if len(starts) > 1 else 0
         assert starts == [starts[0] + i * step for i in range(len(starts))], "rows apart"
-        num_tokens = min(self.max_length, self.kv.capacity)
+        num_tokens = self.max_length
+        if all(window is None for window in self.windows):  # else rows may outgrow the memory
+            num_tokens = min(num_tokens, self.kv.capacity)
         k, v = (
             buffer.as_strided(
                 (len(starts), buffer.shape[1], num_tokens, buffer.shape[2]),

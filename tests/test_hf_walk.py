@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra [transformers] is missing")
 
+from kvalloc.contract import NeverFits
+from kvalloc.hf import VmmCache
 from kvalloc.tests.hf_models import MAX_LENGTH, every_cache, one_thread
 from kvalloc.tests.hf_updates import CONFIG, Tokens, require_same, sliding, tokens
 
@@ -115,3 +117,22 @@ def test_rows_that_leave_behind_a_window(cache: str) -> None:
     if cache != "contiguous":
         usage, token_bytes = ours.usage(), ours._rows.kv.geometry.bytes_per_token
         assert usage.reserved < 118 * token_bytes * 0.75
+
+
+@pytest.mark.parametrize("layout", ["head-major", "token-major", "interleaved"])
+def test_a_window_outgrows_the_memory(layout: str) -> None:
+    """Past what the memory could hold at once: a row has addresses for ``max_length`` tokens."""
+    ours: Any = VmmCache.from_config(
+        sliding(8), max_length=200, memory_bytes=80 * 4096, page_bytes=4096, layout=layout
+    )
+    plain = Plain(8)
+    require_same(ours, plain, tokens(2, 17))
+    assert ours._rows.kv.capacity < 170
+    for _ in range(183):
+        require_same(ours, plain, tokens(2, 1))
+    with pytest.raises(NeverFits, match="max_length of 200"):
+        ours.update(*tokens(2, 1), 0)
+    ours.batch_select_indices([1])
+    plain.select([1])
+    assert plain.stored[0] is not None
+    assert torch.equal(ours.layers[0].keys, plain.stored[0][0][:, :, plain.first(0) :])
