@@ -55,20 +55,10 @@ class PageRows(Rows):
             nothing changed.
         """
         if length < self._booked:
-            self._require_copies(length)
+            self._pages.check_cut(self.seqs, length)
         super().crop(length)
         if self.recorded is not None:
             self.record(length)
-
-    def _require_copies(self, length: int) -> None:
-        """Refuse a cut through pages that beams share if not every beam could have its copy."""
-        kv, needed = self._pages, 0
-        for row in range(self.num_rows):
-            for g, group in enumerate(kv.groups):
-                begin, end = kv._own_from(row, g, length), kv._pages_for(length, g)
-                if kv._is_wanted(row, g, begin, end):
-                    needed += (end - begin) * group.columns
-        kv._require_free(needed)
 
     def _rearrange(self, sources: list[int], length: int) -> None:
         exchange(self._pages, list(range(len(sources))), sources)

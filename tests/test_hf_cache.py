@@ -134,6 +134,36 @@ def test_crop_behind_a_window(cache: str) -> None:
     assert ours.get_seq_length() == 79
 
 
+def test_a_refused_crop_after_a_reset() -> None:
+    """Rows of the books are not numbered as the rows of the batch: all or none is cut."""
+    ours = PagedCache.from_config(CONFIG, max_length=64, memory_bytes=65536, page_size=8)
+    update(ours, tokens(1, 8))
+    ours.batch_repeat_interleave(6)
+    ours.reset()
+    new = tokens(2, 16)
+    update(ours, new)
+    ours.batch_select_indices(torch.tensor([1, 1, 1, 1]))
+    usage = ours.usage()
+    with pytest.raises(OutOfMemory):
+        ours.crop(-5)
+    assert ours.usage() == usage and ours.get_seq_length() == 16
+    ours.batch_select_indices(torch.tensor([0, 1]))
+    ours.crop(-5)
+    more = tokens(2, 1)
+    wanted = torch.cat([new[0][[1, 1], :, :11], more[0]], 2)
+    assert torch.equal(update(ours, more)[0][0], wanted)
+
+
+def test_the_last_holder_of_a_page_needs_no_copy() -> None:
+    """Two beams, one page to cut through and one free: the first one's copy."""
+    ours = PagedCache.from_config(CONFIG, max_length=64, memory_bytes=3 * 16384, page_size=8)
+    new = tokens(1, 16)
+    update(ours, new)
+    ours.batch_repeat_interleave(2)
+    ours.crop(-5)
+    assert torch.equal(ours.layers[0].keys, new[0][[0, 0], :, :11])
+
+
 @pytest.mark.parametrize("cache", ["vmm", "vmm-token-major", "paged"])
 def test_beams_share_pages(cache: str) -> None:
     """Case 28: repeated and reordered rows are stored once, up to their tails."""

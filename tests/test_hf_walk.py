@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra [transformers] is missing")
 
-from kvalloc.contract import NeverFits
-from kvalloc.hf import VmmCache
+from kvalloc.contract import NeverFits, OutOfMemory
+from kvalloc.hf import PagedCache, VmmCache
 from kvalloc.tests.hf_models import MAX_LENGTH, every_cache, one_thread
 from kvalloc.tests.hf_updates import CONFIG, Tokens, require_same, sliding, tokens
 
@@ -136,3 +136,40 @@ def test_a_window_outgrows_the_memory(layout: str) -> None:
     plain.select([1])
     assert plain.stored[0] is not None
     assert torch.equal(ours.layers[0].keys, plain.stored[0][0][:, :, plain.first(0) :])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(PagedCache, {"page_size": 8}), (VmmCache, {"page_bytes": 4096, "layout": "token-major"})],
+)
+def test_a_crop_is_refused_as_cutting_row_by_row_would_be(kind: Any, options: Any) -> None:
+    """Beams in any order, memory for 56 tokens: told beforehand, neither too soon nor too late."""
+    num_cut = num_refused = 0
+    for seed in range(120):
+        draw = random.Random(seed)
+        ours: Any = kind.from_config(CONFIG, max_length=64, memory_bytes=56 * 2048, **options)
+        plain, num_rows = Plain(None), 1
+        try:
+            for num_tokens in (17, 15):
+                require_same(ours, plain, tokens(num_rows, num_tokens))
+                beams = [draw.randrange(num_rows) for _ in range(draw.randint(num_rows, 4))]
+                ours.batch_select_indices(beams)
+                plain.select(beams)
+                num_rows = len(beams)
+        except OutOfMemory:
+            continue
+        cut, usage = draw.randint(1, 32), ours.usage()
+        try:
+            ours.crop(-cut)
+        except OutOfMemory:
+            num_refused += 1
+            assert ours.usage() == usage and ours.get_seq_length() == 32
+            with pytest.raises(OutOfMemory):
+                for seq in ours._rows.seqs:
+                    ours._rows.kv.truncate(seq, 32 - cut)
+        else:
+            num_cut += 1
+            plain.crop(-cut)
+            require_same(ours, plain, tokens(num_rows, 0))
+        ours._rows.kv.check_invariants()
+    assert num_cut > 40 and num_refused > 10
