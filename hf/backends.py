@@ -41,24 +41,21 @@ class PageRows(Rows):
 
     def reset(self) -> None:
         """Forget the tokens and keep the memory for the next batch."""
-        super().reset()
         if self.recorded is not None:
             self.record(0)
+        super().reset()
 
-    def crop(self, length: int) -> None:
-        """Keep the first ``length`` tokens of every row.
-
-        Raises
-        ------
-        OutOfMemory
-            The cut goes through pages that rows share, and not every row could have its copy;
-            nothing changed.
-        """
+    def check_crop(self, length: int) -> None:
+        """Refuse a crop behind a window, or through shared pages without memory for copies."""
+        super().check_crop(length)
         if length < self._booked:
             self._pages.check_cut(self.seqs, length)
-        super().crop(length)
+
+    def crop(self, length: int) -> None:
+        """Keep the first ``length`` tokens of every row."""
         if self.recorded is not None:
             self.record(length)
+        super().crop(length)
 
     def _rearrange(self, sources: list[int], length: int) -> None:
         exchange(self._pages, list(range(len(sources))), sources)
@@ -120,6 +117,10 @@ class VmmRows(PageRows, DenseRows):
         kv = RewindableVmm(geometry, memory_bytes, page_bytes, layout=layout, device=k.device)
         kv.floor = self.recorded
         return kv
+
+    def _serves(self, num_rows: int, k: torch.Tensor) -> bool:
+        is_open = not (isinstance(self._kv, RewindableVmm) and self._kv.is_closing)
+        return is_open and super()._serves(num_rows, k)
 
     def _num_room(self) -> int:
         assert isinstance(self._kv, RewindableVmm)

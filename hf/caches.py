@@ -71,15 +71,25 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
         OutOfMemory
             The cut goes through pages that beams share, and there are none for copies; nothing
             was changed.
+        DriverError
+            ``VmmCache``: the cut could not be finished. ``get_seq_length`` tells whether the
+            tokens are removed; their memory comes back with a later call.
         """
         length = self._length()
         keep = _kept(length, whole("tokens_to_remove", tokens_to_remove))
-        self._rows.crop(keep)
-        for layer in self._storing:
+        self._rows.check_crop(keep)
+        for layer in self._storing:  # first: no layer may look at what an error leaves half cut
             layer.length = max(0, layer.length - (length - keep))
+        self._rows.crop(keep)
 
     def reset(self) -> None:
-        """Forget all tokens; the memory stays for the next ones, in whatever batch size."""
+        """Forget all tokens; the memory stays for the next ones, in whatever batch size.
+
+        Raises
+        ------
+        DriverError
+            ``VmmCache``: the tokens are forgotten, and what they held goes with the next call.
+        """
         for layer in self._storing:
             layer.forget()
         self._rows.reset()
@@ -106,6 +116,9 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
         ------
         OutOfMemory
             They are more than there were, and there is no room; nothing was changed.
+        DriverError
+            ``VmmCache``: if ``batch_size`` is the new one, the rows are selected, and what the
+            others held goes with the next call; otherwise nothing was changed.
         """
         rows = torch.arange(self._rows.num_rows)
         chosen = row_numbers("indices", indices, mask=True)
@@ -127,7 +140,8 @@ class RowsCache(hf.Cache):  # type: ignore[misc]
         Raises
         ------
         DriverError
-            ``VmmCache``: tensors over its memory, from ``update``, are alive.
+            ``VmmCache``: tensors over its memory, from ``update``, are alive, or the driver
+            failed; closing again goes on from there.
         """
         self.reset()
         self._rows.close()

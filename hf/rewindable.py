@@ -71,6 +71,11 @@ class RewindableVmm(Rewindable, VmmKVCache):
         """Tokens that the pages of each sequence can take."""
         return int(self._covered[self._seqs.rows(seqs)].min())
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether ``close`` came so far that nothing can be stored any more."""
+        return not self._space.k
+
 
 class RewindablePaged(Rewindable, PagedKVCache):
     """A paged cache that can go back."""

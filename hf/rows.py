@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..contract import KVCache, NeverFits, OutOfMemory
+from ..contract import KVCache, NeverFits
 from ..geometry import KVGeometry, LayerShape, canonical_dtype
 from ..sequences import at_least_one
 from .refusals import advice, check, or_none
@@ -53,6 +53,8 @@ class Rows(ABC):
         self.device: torch.device | None = None
         self.recorded: int | None = None
         self._booked = 0
+        self._num_live = 0  # sequences in the cache; after an error perhaps more than rows
+        self._is_uneven = False  # after an error: some rows have more tokens than are booked
         self._num_planned = 0  # rows that the memory was sized for
         self._kv: KVCache | None = None
 
@@ -91,13 +93,14 @@ class Rows(ABC):
                 self._grow(end)
 
     def _open(self, num_rows: int, tokens: int, k: torch.Tensor) -> None:
+        self._tidy()
         if not self._serves(num_rows, k):
             self._kv = None  # its memory goes with the last tensor over it
             self._kv = self._build(num_rows, k)
             self._num_planned = num_rows
             self.dtype, self.device = k.dtype, k.device
-        self._admit(range(num_rows), tokens)
-        self.shape = (num_rows, k.shape[1], k.shape[3])
+            self.shape = (0, k.shape[1], k.shape[3])
+        self._admit(num_rows, tokens)
         self._count(num_rows)
         self._book(tokens)
 
@@ -108,25 +111,38 @@ class Rows(ABC):
         alike = self.shape[1:] == (k.shape[1], k.shape[3]) and self.dtype == k.dtype
         return alike and self.device == k.device
 
-    def _admit(self, seqs: range, tokens: int) -> None:
-        done: list[int] = []
+    def _admit(self, num_rows: int, tokens: int) -> None:
         try:
-            for seq in seqs:
+            for seq in range(num_rows):
                 self.kv.admit(seq, tokens)
-                done.append(seq)
-        except OutOfMemory:
-            for seq in done:
-                self.kv.release(seq)
+                self._num_live += 1
+        except BaseException:
+            self._tidy()
             raise
 
     def _grow(self, end: int) -> None:
+        self._tidy()
+        self._is_uneven = True  # until all of them have grown
         refused = self.kv.grow(self.seqs, end - self._booked)
         if refused:
-            for seq in self.seqs:
-                if seq not in refused:
-                    self.kv.truncate(seq, self._booked)
+            self._tidy()
             raise next(iter(refused.values()))
+        self._is_uneven = False
         self._book(end)
+
+    def _tidy(self) -> None:
+        """Finish what an error ended early: rows still to be released, tokens still to be cut.
+
+        Whatever changes the cache begins with this; after an error here the next call goes on.
+        """
+        while self._num_live > self.num_rows:
+            self.kv.release(self._num_live - 1)  # the last first: names and places have no gap
+            self._num_live -= 1
+        if self._is_uneven:
+            for seq in self.seqs:
+                self.kv.truncate(seq, self._booked)
+            self._is_uneven = False
+            self._book(self._booked)
 
     def _book(self, tokens: int) -> None:
         self._booked = tokens
@@ -143,24 +159,23 @@ class Rows(ABC):
 
     def settle(self, length: int) -> None:
         """Let the books say what is stored: ``length`` tokens a row."""
+        self._tidy()
         if length > self._booked:
             self._grow(length)
 
-    def crop(self, length: int) -> None:
-        """Keep ``length`` tokens of every row.
+    def check_crop(self, length: int) -> None:
+        """Refuse a crop to ``length`` tokens that could not be made in every row."""
+        self._tidy()
 
-        Raises
-        ------
-        ValueError
-            A sliding window has let go of what the next token would see; nothing was changed.
-        OutOfMemory
-            Rows over pages: the cut goes through pages that rows share, and there are none for
-            copies; nothing was changed.
+    def crop(self, length: int) -> None:
+        """Keep ``length`` tokens of every row, as ``check_crop`` allowed.
+
+        After an error the tokens are gone all the same, and their memory follows.
         """
         if length < self._booked:
-            for seq in self.seqs:
-                self.kv.truncate(seq, length)
-            self._book(length)
+            self._booked = self.room = length
+            self._is_uneven = True
+            self._tidy()
 
     def record(self, length: int | None) -> None:
         """Keep whatever a crop to ``length`` tokens or more needs; None: no longer."""
@@ -180,38 +195,32 @@ class Rows(ABC):
         if not sources or not all(0 <= source < before for source in sources):
             raise ValueError(f"a batch of {before} cannot become its rows {list(sources)}")
         self.settle(length)
-        more = range(before, len(sources))
-        with advice():
-            self._add(more, sources)
         try:
+            with advice():
+                self._add(range(before, len(sources)), sources)
             self._rearrange(list(sources[:before]), length)
         except BaseException:
-            for seq in more:
-                self.kv.release(seq)
+            self._tidy()
             raise
-        for seq in range(len(sources), before):
-            self.kv.release(seq)
         if len(sources) != before:
             self._count(len(sources))
+            self._tidy()
 
     def _add(self, more: range, sources: Sequence[int]) -> None:
         """New rows, each with what its source has now."""
-        done: list[int] = []
-        try:
-            for seq in more:
-                self.kv.fork(sources[seq], seq)
-                done.append(seq)
-        except OutOfMemory:
-            for seq in done:
-                self.kv.release(seq)
-            raise
+        for seq in more:
+            self.kv.fork(sources[seq], seq)
+            self._num_live += 1
 
     def reset(self) -> None:
-        """Forget all tokens; the next ones may come in another batch size."""
-        for seq in self.seqs:
-            self.kv.release(seq)
+        """Forget all tokens, even if an error leaves memory to the next call.
+
+        The next ones may come in another batch size.
+        """
         self.room = self._booked = 0
+        self._is_uneven = False
         self._count(0)
+        self._tidy()
 
     def close(self) -> None:
         """Give all memory back; the next tokens take it anew."""

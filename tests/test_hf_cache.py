@@ -164,6 +164,20 @@ def test_the_last_holder_of_a_page_needs_no_copy() -> None:
     assert torch.equal(ours.layers[0].keys, new[0][[0, 0], :, :11])
 
 
+@pytest.mark.parametrize("kind", [VmmCache, ContiguousCache, PagedCache])
+def test_a_refused_batch_of_another_shape(kind: Any) -> None:
+    """The cache was made anew for it; the next batch is not taken for one that it can hold."""
+    small = {"page_bytes": 4096} if kind is VmmCache else {}
+    ours = kind.from_config(CONFIG, max_length=16, memory_bytes=2 << 18, **small)
+    update(ours, tokens(1, 5))
+    ours.reset()
+    other = torch.randn(200, 1, 16, 32)
+    with pytest.raises(OutOfMemory):
+        ours.update(other, other, 0)
+    new = tokens(2, 5)
+    require_same(ours, DynamicCache(config=CONFIG), new)
+
+
 @pytest.mark.parametrize("cache", ["vmm", "vmm-token-major", "paged"])
 def test_beams_share_pages(cache: str) -> None:
     """Case 28: repeated and reordered rows are stored once, up to their tails."""
