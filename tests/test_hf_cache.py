@@ -161,13 +161,14 @@ def test_the_last_holder_of_a_page_needs_no_copy() -> None:
     update(ours, new)
     ours.batch_repeat_interleave(2)
     ours.crop(-5)
-    assert torch.equal(ours.layers[0].keys, new[0][[0, 0], :, :11])
+    got: Any = ours.layers[0]
+    assert torch.equal(got.keys, new[0][[0, 0], :, :11])
 
 
 @pytest.mark.parametrize("kind", [VmmCache, ContiguousCache, PagedCache])
 def test_a_refused_batch_of_another_shape(kind: Any) -> None:
     """The cache was made anew for it; the next batch is not taken for one that it can hold."""
-    small = {"page_bytes": 4096} if kind is VmmCache else {}
+    small: dict[str, Any] = {"page_bytes": 4096} if kind is VmmCache else {}
     ours = kind.from_config(CONFIG, max_length=16, memory_bytes=2 << 18, **small)
     update(ours, tokens(1, 5))
     ours.reset()

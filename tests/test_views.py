@@ -88,12 +88,13 @@ def test_a_dense_view_knows_its_longest_sequence() -> None:
             for seq, tokens in enumerate((3, 100, 7)):
                 cache.admit(seq, tokens)
             cache.grow([1], 100)
-            for layer in range(2):
-                for batch in ([0, 1, 2], [2, 0], []):
-                    view = cache.view(layer, batch)
+            for batch in ([0, 1, 2], [2, 0], []):
+                views = [cache.view(layer, batch) for layer in range(2)]
+                for view in views:
                     assert isinstance(view, DenseView)
                     assert view.longest == max(view.lengths.tolist(), default=0)
-            del view
+                    del view
+                views.clear()
 
 
 def test_attention_on_a_gpu_does_not_ask_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
