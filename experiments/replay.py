@@ -102,6 +102,8 @@ def replay(
     TypeError, ValueError
         No trace or no allocator, an unknown choice, an allocator that holds other sequences, or
         a trace of which ``max_new`` is missing in part.
+    BadInput
+        The system has less memory than the cache may take, and nobody is left to make room.
     """
     check_trace(trace)
     arriving = _Arrivals(trace.steps(step_ms))

@@ -89,7 +89,14 @@ class Scheduler:
         self._stuck_at: int | None = None  # free bytes when the head was refused last
 
     def step(self, arrivals: range) -> None:
-        """Run one step; ``arrivals`` are the requests that arrive in it."""
+        """Run one step; ``arrivals`` are the requests that arrive in it.
+
+        Raises
+        ------
+        BadInput
+            A request is refused though nobody runs: the system has less memory than the cache
+            may take. The step is not finished, and the scheduler of no further use.
+        """
         self.refusals.clear()
         joined: list[int] = []
         while self.waiting and self._worth_trying() and self._has_room(joined):
@@ -221,17 +228,20 @@ class Scheduler:
         Or behind the first that finishes, where pages of its may save a prefix from eviction.
         """
         ending = self._endings.due() if self._prefix is not None else ()
-        places = [i for i in map(self.active.index, ending) if i >= done]
-        return min(places, default=len(self.active) - 1) + 1
+        return self.active.index(ending[0], done) + 1 if ending else len(self.active)
 
     def _retire(self, end: int) -> int:
         """Release those of the first ``end`` that have produced everything; returns how many."""
         ending = self._endings.due()
         if not ending:
             return 0
-        places = sorted([(self.active.index(request), request) for request in ending], reverse=True)
-        finished = [(i, request) for i, request in places if i < end]
-        for i, request in finished:
+        finished, at = [], 0
+        for request in ending:
+            at = self.active.index(request, at)
+            if at >= end:
+                break
+            finished.append((at, request))
+        for i, request in reversed(finished):
             self.allocator.release(request)
             del self.active[i]
             self._endings.leave(request)

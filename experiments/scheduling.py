@@ -115,7 +115,7 @@ class Endings:
         self._now += 1
 
     def due(self) -> Sequence[int]:
-        """Those that have produced everything once they have grown now."""
+        """Those that have produced everything once they have grown now, in order of admission."""
         return self._ending.get(self._now, ())
 
     def left(self, request: int) -> int:

@@ -175,8 +175,8 @@ class PageAllocator(PageMoves):
         """Whether a page that a window lets go of, on the way, may save a prefix from eviction."""
         if not self._windowed or len(rows) == 1 or not self.prefix_index.num_cached:
             return False
-        lacking = map(self._lacking, rows.tolist(), goals)
-        return sum(needed for _, _, needed in lacking) > self.pool.num_free
+        num = sum(needed for _, _, needed in map(self._lacking, rows.tolist(), goals))
+        return num > self.pool.num_free or self.pool.num_lacking(num) > 0
 
     def _grow_in_order(
         self, seqs: Sequence[Seq], rows: Rows, tokens: int, crossing: Rows, stop: bool

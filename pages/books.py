@@ -115,7 +115,7 @@ class PageBooks(Allocator):
 
     @property
     def num_spare(self) -> int:
-        """Pages that nobody holds but that are kept: they come back when the pool is dry."""
+        """Pages that nobody holds but that are kept: they come back when memory is short."""
         return self._num_warm + self.prefix_index.num_cached
 
     def _pages_for(self, tokens: int, g: int) -> int:

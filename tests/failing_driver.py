@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+from kvalloc.contract import OutOfMemory
 from kvalloc.vmm.driver import VERBS, Driver, DriverError
+from kvalloc.vmm.host import HostDriver
 
 if TYPE_CHECKING:
     import torch
@@ -110,3 +112,16 @@ class FailingDriver:
     def __getattr__(self, name: str) -> Any:
         # What only one driver has (num_calls, bytes_in_use, …).
         return getattr(self.inner, name)
+
+
+class ShortDriver(FailingDriver):
+    """Has memory for ``num_pages`` pages and no more, as a system that others use too."""
+
+    def __init__(self, inner: HostDriver, num_pages: int) -> None:
+        super().__init__(inner)
+        self.num_pages = num_pages
+
+    def create(self, num_bytes: int) -> int:
+        if self.bytes_in_use + num_bytes > self.num_pages * self.granularity:
+            raise OutOfMemory(1, 0, 0, unit="pages")
+        return super().create(num_bytes)

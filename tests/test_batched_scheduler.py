@@ -15,7 +15,9 @@ from kvalloc.experiments.scheduler import Scheduler
 from kvalloc.experiments.scheduling import OnFailure
 from kvalloc.geometry import KVGeometry, LayerShape
 from kvalloc.paged import PagedAllocator
-from kvalloc.vmm import VmmAllocator
+from kvalloc.tests.failing_driver import ShortDriver
+from kvalloc.vmm import VmmAllocator, VmmKVCache
+from kvalloc.vmm.host import HostDriver
 
 FULL = KVGeometry("full", (LayerShape(1, 8),) * 2, 1, "float16")
 MIXED = KVGeometry("mixed", (LayerShape(1, 8, window=24), LayerShape(1, 8)), 1, "float16")
@@ -61,6 +63,24 @@ def play(kind: type[Scheduler], allocator: Allocator, seed: int, on_failure: OnF
         allocator.check_invariants()
         books.append((allocator.usage()._replace(warm=0), list(scheduler.active)))
     return asdict(scheduler.counts) | {"allocations": 0}, books
+
+
+def test_a_batch_is_its_sequences_on_a_short_system() -> None:
+    """The pool has pages, the system has not: there too, what a window lets go of spares a prefix."""
+    shape = LayerShape(1, 512)
+    wide = KVGeometry("wide", (LayerShape(1, 512, window=8), shape), 1, "float32")
+    num_hits = 0
+    for seed in range(3):
+        played = []
+        for kind in (Scheduler, OneByOne):
+            inner = HostDriver(4096)
+            driver = ShortDriver(inner, 240)
+            with VmmKVCache(wide, 4000 * 4096, 4096, driver=driver) as cache:
+                played.append(play(kind, cache, seed, "recompute"))
+            inner.close()
+        assert played[0] == played[1]
+        num_hits += played[0][0]["hit_tokens"]
+    assert num_hits
 
 
 @pytest.mark.parametrize("on_failure", ["recompute", "swap", "drop"])

@@ -15,7 +15,7 @@ from kvalloc.experiments.trace import Trace
 from kvalloc.geometry import KVGeometry, LayerShape
 from kvalloc.paged import PagedAllocator
 from kvalloc.pages import PagePool
-from kvalloc.tests.failing_driver import FailingDriver
+from kvalloc.tests.failing_driver import ShortDriver
 from kvalloc.tests.state_machine import Walk
 from kvalloc.vmm import VmmAllocator, VmmKVCache
 from kvalloc.vmm.host import HostDriver
@@ -27,19 +27,6 @@ PAGE_TOKENS = PAGE // 64  # of TINY, in each of its four buffers
 POOL = 400
 SHORT = 16
 """Pages that the system has: four in each buffer."""
-
-
-class ShortDriver(FailingDriver):
-    """Has memory for ``num_pages`` pages and no more, as a system that others use too."""
-
-    def __init__(self, inner: HostDriver, num_pages: int) -> None:
-        super().__init__(inner)
-        self.num_pages = num_pages
-
-    def create(self, num_bytes: int) -> int:
-        if self.inner.bytes_in_use + num_bytes > self.num_pages * PAGE:  # type: ignore[attr-defined]
-            raise OutOfMemory(1, 0, 0, unit="pages")
-        return super().create(num_bytes)
 
 
 @pytest.fixture
@@ -100,6 +87,16 @@ def test_a_refusal_for_good_leaves_what_waits(cache: VmmKVCache) -> None:
     assert (cache.usage(), cache.prefix_index.num_cached) == before
 
 
+def test_a_refusal_tells_what_was_asked_for(cache: VmmKVCache) -> None:
+    """Not the one page that the driver could not create."""
+    cache.admit("a", PAGE_TOKENS)
+    with pytest.raises(OutOfMemory) as caught:
+        cache.admit("b", 4 * PAGE_TOKENS)
+    refusal = caught.value
+    assert (refusal.needed, refusal.free, refusal.unit) == (16, SHORT - 4, "pages")
+    assert not refusal.fragmented
+
+
 def test_another_cache_of_the_pool_makes_room(driver: ShortDriver) -> None:
     pool = PhysicalPool(driver, POOL * PAGE, PAGE)
     with VmmKVCache(TINY, pool=pool) as first, VmmKVCache(TINY, pool=pool) as second:
@@ -117,6 +114,7 @@ def test_mapping_ahead_takes_nothing_back(driver: ShortDriver) -> None:
         assert cache.mapper is not None
         for seq in range(2):
             cache.admit(seq, 2 * PAGE_TOKENS - 20)
+        cache.mapper.wait()  # it would find the next growth too, else
         cache.release(1)
         cache.grow([0], 16)
         cache.mapper.wait()

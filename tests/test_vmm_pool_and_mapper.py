@@ -302,12 +302,12 @@ def test_scrubbed_pages_hold_no_secret(driver: HostDriver) -> None:
             del view
 
 
-@pytest.mark.parametrize("change", ["begin_to_scrub", "join", "leave"])
+@pytest.mark.parametrize("change", ["begin_to_scrub", "provide", "trim", "join", "leave"])
 def test_what_changes_a_pool_waits_for_its_lock(driver: HostDriver, change: str) -> None:
     """Pages are taken, and caches made and closed, in other threads meanwhile."""
     pool = PhysicalPool(driver, 8 * PAGE, PAGE)
     with VmmKVCache(TINY, pool=pool) as cache:
-        arguments = () if change == "begin_to_scrub" else (cache,)
+        arguments = (cache,) if change in ("join", "leave") else ()
         other = threading.Thread(target=getattr(pool, change), args=arguments)
         with pool.lock:
             other.start()

@@ -20,7 +20,7 @@ from ..sequences import at_least_one
 from .buffers import LAYOUTS, buffers_of
 
 RECLAIM_RUN = 32
-"""Warm pages per buffer that a dry pool takes back at a time: a run is unmapped in one call."""
+"""Warm pages per buffer taken back at a time when memory is short: one call unmaps a run."""
 ADOPTION = ("lowest", "fit-prompt", "fit-expected")
 
 

@@ -1,8 +1,8 @@
 """Mapping ahead: the next pages of sequences near their boundary, while the caller computes.
 
 Driver calls release the interpreter lock, so a page that is mapped here costs the next ``grow``
-nothing. What is mapped ahead is warm: free for whoever needs it, and taken back when the pool
-is dry. A failure here loses nothing: ``grow`` will map, or refuse, by itself.
+nothing. What is mapped ahead is warm: free for whoever needs it, and taken back when
+memory is short. A failure here loses nothing: ``grow`` will map, or refuse, by itself.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..contract import OutOfMemory
 from ..pages.pool import PageIds, PagePool
 from ..pages.table import RowPages
 from ..sequences import at_least_one, count
@@ -81,7 +82,8 @@ class PhysicalPool(PagePool):
         Raises
         ------
         OutOfMemory
-            The system has less memory than the pool has pages; nothing was taken.
+            The system has less memory than the pool has pages; nothing was taken, and what the
+            system gave stays with the pool (``trim`` returns it).
         """
         self._create(num_pages)
         return super().take(num_pages)
@@ -119,9 +121,15 @@ class PhysicalPool(PagePool):
         Raises
         ------
         OutOfMemory
-            The system has less memory than the pool has pages.
+            The system has less memory than the pool has pages; what it gave stays with the pool
+            (``trim`` returns it).
         """
-        self._create(min(max(num_pages - self.num_spare, 0), self.num_free))
+        num_fresh = max(num_pages - self.num_spare, 0)
+        try:
+            self._create(num_fresh)
+        except OutOfMemory as error:  # of one page; what was asked for is the whole
+            having = num_pages - self.num_lacking(num_fresh)
+            raise OutOfMemory(num_pages, having, having, unit="pages") from error
 
     def num_lacking(self, num_pages: int) -> int:
         """Of the pages that are taken next, those without memory."""
@@ -143,8 +151,9 @@ class PhysicalPool(PagePool):
 
     def trim(self) -> int:
         """Release the handles of free pages; returns how many."""
-        created = [page for page in self.free_pages().tolist() if self._handles[page] != NONE]
-        for page in created:
-            self.driver.release(self._handles[page])
-            self._handles[page] = NONE
-        return len(created)
+        with self.lock:  # else a page could be taken and lose its memory
+            created = [page for page in self.free_pages().tolist() if self._handles[page] != NONE]
+            for page in created:
+                self.driver.release(self._handles[page])
+                self._handles[page] = NONE
+            return len(created)

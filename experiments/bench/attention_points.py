@@ -129,7 +129,9 @@ def _dense_view(
 
     starts = torch.arange(point.batch, dtype=torch.int64) * row
     lengths = torch.full((point.batch,), point.context, dtype=torch.int32)
-    return DenseView(store(k), store(v), starts.to(device), lengths.to(device))
+    return DenseView(
+        store(k), store(v), starts.to(device), lengths.to(device), longest=point.context
+    )
 
 
 def _paged_view(
