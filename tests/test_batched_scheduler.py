@@ -66,7 +66,7 @@ def play(kind: type[Scheduler], allocator: Allocator, seed: int, on_failure: OnF
 
 
 def test_a_batch_is_its_sequences_on_a_short_system() -> None:
-    """The pool has pages, the system has not: there too, what a window lets go of spares a prefix."""
+    """The pool has pages, the system has not: what a window lets go of spares a prefix, too."""
     shape = LayerShape(1, 512)
     wide = KVGeometry("wide", (LayerShape(1, 512, window=8), shape), 1, "float32")
     num_hits = 0
